@@ -252,7 +252,7 @@ class Proxy:
         watch("lost_spans", "Spans that no collector took", lambda: self._traces.num_lost)
         services = Services(
             config, self._registry, self._upstream, self._releases, deadlines, self._traces,
-            self._readiness.ask_refuser,
+            self._readiness.look,
         )  # fmt: skip
         self.forwarder = Forwarder(
             services, self._clients, self._router, self._admission, self._metrics, self._log,

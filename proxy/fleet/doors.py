@@ -42,6 +42,10 @@ class DoorFailed(P2pError):
         self.is_refusal = 400 <= status < 500
 
 
+class DoorSilent(DoorFailed):
+    """An instance did not answer in time."""
+
+
 class Doors:
     """Asks instances. Each method raises DoorFailed, within the seconds that each of its answers
     may take."""
@@ -109,7 +113,7 @@ class Doors:
                 method, instance, path, body or b"", _HEADERS, seconds, is_probe=True
             )
         except TimedOut as error:
-            raise DoorFailed(f"{told}: no answer within {seconds:g} s") from error
+            raise DoorSilent(f"{told}: no answer within {seconds:g} s") from error
         except ClientError as error:
             raise DoorFailed(f"{told}: {error}"[:MAX_SAID]) from error
         if status != HTTPStatus.OK:

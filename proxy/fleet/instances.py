@@ -122,9 +122,9 @@ class Instance:
     accept_differences: str = ""  # the fields in which its peers may differ
     weights: str = ""  # what its weights are called; "": it does not say
     # Why it gets no legs though it is ready; and whether vLLM tells if it is paused
-    # (VLLM_SERVER_DEV_MODE).
+    # (VLLM_SERVER_DEV_MODE). None: nobody knows yet.
     held: str = ""
-    has_doors: bool = True
+    has_doors: bool | None = None
     # Earlier incarnations of its name, newest first. If one sends a heartbeat while this one is
     # alive, it is refused.
     replaced: tuple[Identity, ...] = ()

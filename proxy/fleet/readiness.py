@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
-from proxy.fleet.doors import DoorFailed, Doors
+from proxy.fleet.doors import DoorFailed, Doors, DoorSilent
 from proxy.fleet.instances import PAUSED, Instance
 from proxy.http.client import ClientError, NoRoom, TimedOut
 
@@ -26,6 +29,14 @@ logger = logging.getLogger(__name__)
 
 # An instance that is not ready or paused is probed more often, so that it gets requests soon after.
 EAGER_INTERVAL_SECONDS = 0.5
+
+
+@dataclass
+class _Turn:
+    """Whose turn it is to probe an instance, and when the last probe began."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    began_at: float = -math.inf
 
 
 class Readiness:
@@ -45,6 +56,7 @@ class Readiness:
         self._upstream = upstream
         self._clock = clock
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._turns: WeakKeyDictionary[Instance, _Turn] = WeakKeyDictionary()
 
     def watch(self, instance: Instance) -> None:
         """Start to probe an instance; the task ends when the instance is removed or replaced."""
@@ -82,12 +94,32 @@ class Readiness:
             return "it left"
         return f"no heartbeat for {self._clock() - instance.last_beat:.1f} s"
 
-    async def _probe(self, instance: Instance) -> None:
+    async def look(self, instance: Instance) -> None:
+        """Probe an instance at once, because a leg has failed that it took part in; waits for at
+        most two probes. One that is held, not ready, or without doors is not asked."""
+        if instance.held or not instance.is_ready or instance.has_doors is False:
+            return
+        is_ours = await self._probe(instance, self._clock())
+        if is_ours and instance.held and self._registry.is_current(instance):
+            self.watch(instance)  # again, and often from now on
+
+    async def _probe(self, instance: Instance, asked_at: float = math.inf) -> bool:
+        """Probe an instance, unless a probe has begun since `asked_at`: all who ask while one runs
+        share the next. Return whether this call has probed."""
+        turn = self._turns.setdefault(instance, _Turn())
+        async with turn.lock:
+            if turn.began_at > asked_at:
+                return False
+            turn.began_at = self._clock()
+            await self._probe_in_turn(instance)
+            return True
+
+    async def _probe_in_turn(self, instance: Instance) -> None:
         timeout = self._config.probe_timeout_seconds
         try:
             status, _ = await self._upstream.get(instance, "/health", {}, timeout, is_probe=True)
             if status == HTTPStatus.OK:
-                await self._look(instance, is_new=not instance.is_ready)
+                await self._ask_if_paused(instance, is_new=not instance.is_ready)
         except NoRoom:
             logger.warning("no descriptor to probe %s", instance.identity.name)
         except TimedOut:
@@ -100,37 +132,29 @@ class Readiness:
         else:
             instance.record_answer(status)
 
-    async def _look(self, instance: Instance, *, is_new: bool) -> None:
+    async def _ask_if_paused(self, instance: Instance, *, is_new: bool) -> None:
         """Ask vLLM whether it is paused: hold the instance back, or let it have legs again.
 
         Of one that an order has left, or is changing, the order decides. One that has no such door,
-        as it says when it is new, is asked once.
+        as it says when it is new, is asked once. One that answers `/health` and is silent here
+        counts as paused: its engine core answers behind what it does, such as a change of weights.
         """
-        instance.has_doors |= is_new
-        if not instance.has_doors or instance.held not in ("", PAUSED):
+        if is_new:
+            instance.has_doors = None
+        if instance.has_doors is False or instance.held not in ("", PAUSED):
             return
         try:
             is_paused = await self._doors.is_paused(instance, self._config.probe_timeout_seconds)
+            instance.has_doors = True
+        except DoorSilent as error:
+            is_paused = True
+            if not instance.held:
+                logger.warning("%s does not say if it is paused: %s", instance.identity.name, error)
         except DoorFailed as error:
-            if not is_new or error.status != HTTPStatus.NOT_FOUND:
+            if instance.has_doors or error.status != HTTPStatus.NOT_FOUND:
                 return
             instance.has_doors = is_paused = False
         self._hold(instance, PAUSED if is_paused else "")
-
-    async def ask_refuser(self, instance: Instance) -> None:
-        """Ask vLLM at once whether it is paused, because it refused a leg; it gets none until it
-        has answered. If it does not, it counts as one that goes on."""
-        self._hold(instance, PAUSED)
-        is_paused = False
-        try:
-            is_paused = await self._doors.is_paused(instance, self._config.probe_timeout_seconds)
-        except DoorFailed as error:
-            logger.warning("instance does not say if it is paused: %s", error)
-        finally:
-            if not is_paused:
-                self._hold(instance, "")
-        if is_paused and self._registry.is_current(instance):
-            self.watch(instance)  # again, and often from now on
 
     def _hold(self, instance: Instance, held: str) -> None:
         if instance.held in ("", PAUSED) and instance.held != held:

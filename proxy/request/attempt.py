@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from p2p_engine.wire.request_ids import new_transfer_id
 from proxy.errors import LegFailed, ProxyError
+from proxy.fleet.instances import Role
 from proxy.fleet.upstream import leg_failed
 from proxy.http.asgi import Ends
 from proxy.http.client import ClientError, Limits, Response
@@ -18,7 +20,7 @@ from proxy.request.relay import Relay
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from proxy.fleet.instances import Instance, Leg, Role
+    from proxy.fleet.instances import Instance, Leg
     from proxy.fleet.last_turns import LastTurn
     from proxy.http.asgi import Answer, ProxyRequest
     from proxy.http.memory import Parts
@@ -50,8 +52,9 @@ class Attempt:
         self.api = api_of(request.path)
         self.transfer_id = new_transfer_id()
         self.failed: Instance | None = None
-        self.was_held = False  # is it that which failed the attempt?
+        self.was_held = False  # is it a held instance that failed the attempt?
         self.doubted: Leg | None = None  # it failed, and that may be due to the request
+        self.legs: list[Leg] = []
         self.ends = Ends()
         request.ends.callback(self.ends.close)
 
@@ -68,6 +71,7 @@ class Attempt:
         """Count a leg until it is released, at the latest when the attempt ends."""
         leg = self.services.registry.take_leg(instance, role, num_tokens)
         self.ends.callback(leg.release)
+        self.legs.append(leg)
         return leg
 
     async def send(
@@ -116,19 +120,29 @@ class Attempt:
         return relay.answer()
 
     async def fail(self, leg: Leg, failure: LegFailed) -> None:
-        """Record that an instance failed its leg. One that may be paused is asked first: what it
-        then refuses or aborts is nobody's fault."""
-        instance, may_be_paused = leg.instance, failure.status == HTTPStatus.SERVICE_UNAVAILABLE
-        if may_be_paused and instance.has_doors and not instance.held:
-            await self.services.ask_refuser(instance)
-        self.was_held = bool(instance.held)
-        if self.was_held:
-            pass
-        elif instance.is_to_blame_for(failure.answered):
+        """Record that a leg failed. If another attempt may succeed, the instances of all legs are
+        asked first whether they are paused: what a pause refuses, aborts or withdraws is nobody's
+        fault."""
+        sender = self._sender_to(leg, failure)
+        failure.can_retry |= sender is not None
+        instances = [each.instance for each in self.legs]
+        if failure.can_retry:
+            await asyncio.gather(*map(self.services.look, instances))
+        self.was_held = any(instance.held for instance in instances)
+        self.failed = (sender or leg).instance
+        if self.was_held or sender is not None:
+            return
+        if leg.instance.is_to_blame_for(failure.answered):
             leg.breaker.fail(self.record.clock())
         elif failure.can_retry:
             self.doubted = leg
-        self.failed = instance
+
+    def _sender_to(self, leg: Leg, failure: LegFailed) -> Leg | None:
+        """Return the prefill leg whose KV a decode leg may have lacked: then decode answers 500,
+        and another prefill instance may succeed."""
+        if leg.role is Role.PREFILL or failure.status != HTTPStatus.INTERNAL_SERVER_ERROR:
+            return None
+        return next((each for each in self.legs if each.role is Role.PREFILL), None)
 
     def trace(self, leg: Leg) -> LegTrace:
         """Begin a leg's place in the request's trace, which ends with the attempt at the latest."""

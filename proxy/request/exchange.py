@@ -22,7 +22,7 @@ from proxy.openai.prompt import Prompt
 from proxy.request.attempt import Attempt
 
 if TYPE_CHECKING:
-    from proxy.fleet.instances import Instance, Leg
+    from proxy.fleet.instances import Instance
     from proxy.http.asgi import Answer, ProxyRequest
     from proxy.http.memory import Parts
     from proxy.observe.request_log import RequestRecord
@@ -170,17 +170,6 @@ class Exchange(Attempt):
         told = payload.NO_TRANSFER if has_registered else None
         body = payload.decode_body(self.asked, told)
         return await self.send(self._decode_leg, body, self.transfer_id)
-
-    async def fail(self, leg: Leg, failure: LegFailed) -> None:
-        """Blame the prefill instance if decode answers 500, and allow a retry.
-
-        A KV transfer that does not complete makes decode answer 500. Another prefill instance may
-        succeed.
-        """
-        if failure.status == HTTPStatus.INTERNAL_SERVER_ERROR and self._pair.prefill is not None:
-            failure.can_retry, self.failed = True, self._pair.prefill
-        else:
-            await super().fail(leg, failure)
 
     def _claim(self) -> None:
         """Record that decode has the request and will use the KV, unless it refuses."""

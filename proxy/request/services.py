@@ -26,7 +26,7 @@ class Services:
     releases: Releases
     deadlines: Deadlines
     traces: Traces
-    ask_refuser: Callable[[Instance], Awaitable[None]]  # of `Readiness`
+    look: Callable[[Instance], Awaitable[None]]  # of `Readiness`
     last_turns: LastTurns = field(default_factory=LastTurns)
     # What this proxy calls itself in the header `Via`, by which it knows its own requests.
     name: str = field(default_factory=lambda: f"p2p-proxy-{os.urandom(8).hex()}")

@@ -12,7 +12,7 @@ import pytest
 from tests.doubles.server import DECODE, PREFILL, Behaviour, ServerDouble
 from tests.doubles.weights import DoorsDouble
 from tests.rigs.proxies import ASKED, STREAMED, running_proxy, until
-from tests.rigs.weights_fleet import breakers_of, doors_of, until_queued, weights_fleet
+from tests.rigs.weights_fleet import UPDATE, breakers_of, doors_of, until_queued, weights_fleet
 
 NUM_FAILURES = 6  # of legs, with which a breaker would open
 
@@ -123,3 +123,78 @@ async def test_a_trainer_may_change_weights_by_itself_after_an_order(admin_key: 
         doors.label = "step-9"
         doors.resume()
         await fleet.proxy.until_ready(fleet.decodes[0])
+
+
+async def test_an_overloaded_instance_costs_no_more_prefills_than_requests(admin_key: str) -> None:
+    """It answers 503 and is not paused: whoever asks it meanwhile shares the question."""
+    async with weights_fleet(admin_key) as fleet:
+        [prefill], [decode] = fleet.prefills, fleet.decodes
+        decode.behaviour = Behaviour(status=503)
+        num_asked = 20
+        asked = (fleet.proxy.ask() for _ in range(num_asked))
+        assert {status for status, _, _ in await asyncio.gather(*asked)} == {503}
+        assert len(prefill.received) <= num_asked
+        assert doors_of(decode).asked.count("/is_paused") < num_asked
+
+
+LOAD_FAILED = {"message": "Internal server error", "type": "InternalServerError", "code": 500}
+
+
+@pytest.mark.parametrize("pauses", ["somebody else", "an order"])
+async def test_decode_that_fails_while_prefill_is_paused_is_asked_again_later(
+    admin_key: str, pauses: str
+) -> None:
+    """A pause withdraws prefill's KV, and decode answers 500, as vLLM's policy `fail` wants it."""
+    async with weights_fleet(admin_key) as fleet:
+        [prefill], [decode] = fleet.prefills, fleet.decodes
+        hold, pause = asyncio.Event(), asyncio.Event()
+        body = json.dumps({"error": LOAD_FAILED}).encode()
+        decode.behaviour = Behaviour(hold=hold, status=500, body=body)
+        asking = asyncio.create_task(fleet.proxy.ask())
+        await until(lambda: decode.received, "decode loads")
+        if pauses == "an order":
+            doors_of(decode).slow["/pause"] = pause
+            assert (await fleet.order("update", {**UPDATE, "ends": "abort"}))[0] == 200
+            await until(lambda: doors_of(prefill).is_paused, "prefill is paused")
+        else:
+            doors_of(prefill).pause()
+        hold.set()
+        await until_queued(fleet.proxy)
+        decode.behaviour = Behaviour()
+        pause.set()
+        if pauses == "somebody else":
+            doors_of(prefill).resume()
+        assert (await asking)[0] == 200
+        assert await breakers_of(fleet.proxy) == {"closed"}
+
+
+async def test_who_does_not_say_whether_it_is_paused_counts_as_paused(admin_key: str) -> None:
+    """vLLM's engine core answers behind a change of weights, its HTTP server before."""
+    async with weights_fleet(admin_key, probe_timeout_seconds=0.2) as fleet:
+        [decode] = fleet.decodes
+        doors, is_changed = doors_of(decode), asyncio.Event()
+        doors.slow["/is_paused"], doors.refuses = is_changed, True
+        doors.pause()
+        asking = [asyncio.create_task(fleet.proxy.ask()) for _ in range(NUM_FAILURES)]
+        await fleet.proxy.until_state(decode, "paused")
+        async with running_proxy(probe_timeout_seconds=0.2, **fleet.listed) as other:
+            await other.until_state(decode, "paused")
+        doors.resume()
+        is_changed.set()
+        assert {status for status, _, _ in await asyncio.gather(*asking)} == {200}
+        assert await breakers_of(fleet.proxy) == {"closed"}
+
+
+async def test_who_was_silent_at_first_and_has_no_doors_gets_requests() -> None:
+    async with AsyncExitStack() as parts:
+        prefill, decode = ServerDouble(PREFILL), ServerDouble(DECODE, doors=DoorsDouble())
+        doors, is_ready = doors_of(decode), asyncio.Event()
+        doors.slow["/is_paused"], doors.faults["/is_paused"] = is_ready, "404"
+        for double in (prefill, decode):
+            await parts.enter_async_context(double)
+        proxy = await parts.enter_async_context(running_proxy(probe_timeout_seconds=0.2))
+        for double in (prefill, decode):
+            double.beat(proxy.registration_address)
+        await proxy.until_state(decode, "paused")
+        is_ready.set()
+        await proxy.until_ready(decode)
