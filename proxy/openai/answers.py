@@ -3,7 +3,6 @@ fault."""
 
 from __future__ import annotations
 
-import re
 from http import HTTPStatus
 
 import msgspec
@@ -11,7 +10,7 @@ import msgspec
 from proxy.errors import LegFailed, ProxyError, Refused
 from proxy.fleet.instances import GATEWAY_ERRORS, Role
 from proxy.http.asgi import Answer, Headers
-from proxy.http.client import ClientError, Response
+from proxy.http.client import HIGH_WATER_BYTES, ClientError, Response
 from proxy.openai import payload
 from proxy.openai.apis import Api
 from proxy.openai.fields import BAD_JSON
@@ -44,8 +43,6 @@ _NOT_FOR_BROWSERS = [
 # vLLM answers 200 if it aborts a request at shutdown. Such an answer is shorter than this. Other
 # answers deliver this much at once.
 _MAX_ABORTED_BYTES = 4096
-# vLLM's first event, where it notices only in the stream what it would have answered 503 to.
-_UNAVAILABLE = re.compile(rb'\Adata: ?\{"error": ?\{[^{}]*"code": ?503[,}]')
 
 
 class _Error(msgspec.Struct):
@@ -103,10 +100,10 @@ async def check_answer(response: Response, role: str, max_bytes: int, api: Api) 
     status = response.status
     if status == HTTPStatus.OK:
         is_stream = response.content_type == EVENT_STREAM
-        begun = await response.ahead(1 if is_stream else _MAX_ABORTED_BYTES)
+        begun = await (_events(response, api) if is_stream else response.ahead(_MAX_ABORTED_BYTES))
         if api.aborted.search(begun) and not (is_stream and api.has_events):
             raise _aborted(role)
-        if is_stream and _UNAVAILABLE.match(begun):
+        if is_stream and api.unavailable.search(begun):
             status = HTTPStatus.SERVICE_UNAVAILABLE
     if status < 500:
         return
@@ -125,6 +122,15 @@ async def check_answer(response: Response, role: str, max_bytes: int, api: Api) 
         answered=status,
         answer=None if is_bare else _as_answer(response, answer),
     )
+
+
+async def _events(response: Response, api: Api) -> bytes:
+    """Return a stream's start, up to the first event that tells whether the engine has begun; of a
+    longer one, as much as the connection reads ahead."""
+    begun = await response.ahead(1)
+    while not (response.is_complete or api.tells.search(begun) or len(begun) > HIGH_WATER_BYTES):
+        begun = await response.ahead(len(begun) + 1)
+    return begun
 
 
 def _aborted(role: str) -> LegFailed:

@@ -23,6 +23,12 @@ _NO_TOKEN = re.compile(
     rb'"usage": ?\{"input_tokens": ?\d+, ?(?:"input_tokens_details": ?\{[^{}]*\}, ?)?'
     rb'"output_tokens": ?0[,}]'
 )
+# How a stream begins where vLLM notices only in it what it would have answered 503 to.
+_CODE = re.compile(rb'\Adata: ?\{"error": ?\{[^{}]*"code": ?503[,}]')
+_OVERLOADED = re.compile(rb'\Aevent: error\ndata: ?\{.*"type": ?"overloaded_error"[,}]')
+_NAMED_CODE = re.compile(rb'^event: error\ndata: ?\{.*"code": ?"?503"?[,}]', re.M)
+# The first event of a response that comes of the engine, with its data.
+_OF_ENGINE = re.compile(rb"^event: (?!response\.(?:created|in_progress)\n).+\ndata: .*\n", re.M)
 _OFF = (b"false", b"null")
 _STATE = {
     "background": "its answer would be kept by one instance",
@@ -55,6 +61,9 @@ class Api:
     may_be_empty: bool = False
     prompt_tokens: str = "prompt_tokens"
     aborted: re.Pattern[bytes] = _REASON
+    # How a stream begins that was refused, and how far it is to be read to know.
+    unavailable: re.Pattern[bytes] = _CODE
+    tells: re.Pattern[bytes] = re.compile(rb"(?s).")
     has_choices: bool = True
     # `/tokenize` makes of its requests what vLLM would compute.
     is_tokenized: bool = True
@@ -99,11 +108,13 @@ APIS = {
     "/v1/chat/completions": Api("messages"),
     MESSAGES_PATH: Api(
         "messages", generated="content", prompt_tokens="input_tokens", aborted=_NO_TOKEN,
+        unavailable=_OVERLOADED,
         has_choices=False, is_tokenized=False, has_events=True, is_anthropic=True,
     ),
     RESPONSES_PATH: Api(
         "input", limit="max_output_tokens", generated="output", may_be_empty=True,
         prompt_tokens="input_tokens", aborted=_NO_TOKEN,
+        unavailable=_NAMED_CODE, tells=_OF_ENGINE,
         has_choices=False, is_tokenized=False, has_events=True,
         state=tuple(_STATE), said={"store": msgspec.Raw(b"false")},
     ),

@@ -39,6 +39,8 @@ class DoorsDouble:
     slow: dict[str, asyncio.Event] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)  # that were shown to a door
     refuses: bool = False  # what comes while it is paused, as vLLM 0.33
+    # So a stream is refused: vLLM notices in it that it is paused, its status has gone by then.
+    refusal: str = f"data: {json.dumps(REFUSED)}\n\ndata: [DONE]\n\n"
     has_load: bool = False  # a request loads its KV, so vLLM 0.29 to 0.31 do not wait for the end
     on_label: Callable[[], Awaitable[None]] | None = None
 
@@ -76,7 +78,9 @@ class DoorsDouble:
         """Let a request run, unless we are paused; end it when all are aborted."""
         if self.refuses and self.is_paused:
             answering.close()
-            return _refusal(is_stream=bool(asked.get("stream")))
+            if not asked.get("stream"):
+                return web.json_response(REFUSED, status=503)
+            return web.Response(text=self.refusal, content_type="text/event-stream")
 
         async def run() -> web.StreamResponse:
             await self._goes.wait()
@@ -149,11 +153,3 @@ class DoorsDouble:
 
     async def _weight_info(self, *_: Any) -> dict[str, Any]:
         return {"weight_version": self.label}
-
-
-def _refusal(*, is_stream: bool) -> web.Response:
-    """vLLM notices in the stream that it is paused: its status has gone by then."""
-    if not is_stream:
-        return web.json_response(REFUSED, status=503)
-    events = f"data: {json.dumps(REFUSED)}\n\ndata: [DONE]\n\n"
-    return web.Response(text=events, content_type="text/event-stream")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.doubles.server import DECODE, PREFILL, Behaviour, ServerDouble
 from tests.doubles.weights import DoorsDouble
-from tests.rigs.proxies import ASKED, STREAMED, running_proxy, until
+from tests.rigs.proxies import ASKED, MESSAGES, RESPONSES, STREAMED, running_proxy, until
 from tests.rigs.weights_fleet import UPDATE, breakers_of, doors_of, until_queued, weights_fleet
 
 NUM_FAILURES = 6  # of legs, with which a breaker would open
@@ -198,3 +198,59 @@ async def test_who_was_silent_at_first_and_has_no_doors_gets_requests() -> None:
         await proxy.until_state(decode, "paused")
         is_ready.set()
         await proxy.until_ready(decode)
+
+
+# What vLLM 0.33 says in a stream of these APIs that comes while it is paused.
+REFUSALS: dict[str, list[tuple[str, Any]]] = {
+    MESSAGES: [
+        ("error", {"type": "error", "error": {"type": "overloaded_error", "message": "paused"}})
+    ],
+    RESPONSES: [
+        ("response.created", {"type": "response.created", "response": {"status": "in_progress"}}),
+        ("response.in_progress", {"type": "response.in_progress", "response": {}}),
+        ("error", {"code": "503", "message": "paused", "sequence_number": 2, "type": "error"}),
+    ],
+}
+STREAMS: dict[str, dict[str, Any]] = {
+    MESSAGES: {"messages": [{"role": "user", "content": "once"}], "max_tokens": 8},
+    RESPONSES: {"input": "once", "max_output_tokens": 8, "store": False},
+}
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+async def test_a_stream_of_each_api_that_a_pause_refuses_waits_for_its_end(
+    admin_key: str, path: str
+) -> None:
+    async with weights_fleet(admin_key, probe_interval_seconds=30.0) as fleet:
+        doors = doors_of(fleet.decodes[0])
+        events = [f"event: {name}\ndata: {json.dumps(said)}\n\n" for name, said in REFUSALS[path]]
+        doors.refuses, doors.refusal = True, "".join(events)
+        doors.pause()
+        asked = {"model": "tiny", "stream": True, **STREAMS[path]}
+        asking = asyncio.create_task(fleet.proxy.ask(asked, path))
+        await until_queued(fleet.proxy)
+        doors.resume()
+        status, said, _ = await asking
+        assert status == 200
+        assert b"event: error" not in said
+        assert await breakers_of(fleet.proxy) == {"closed"}
+
+
+async def test_a_response_is_read_on_to_the_first_event_that_tells(admin_key: str) -> None:
+    """Whatever the pieces in which its events come, and however long the first of them is."""
+    *begun, refused = [
+        f"event: {name}\ndata: {json.dumps(said)}\n\n".encode()
+        for name, said in REFUSALS[RESPONSES]
+    ]
+    generated = b'event: response.output_text.delta\ndata: {"code":503}\n\n'
+    asked = {"model": "tiny", "stream": True, **STREAMS[RESPONSES]}
+    pieces = [bytes([each]) for each in b"".join(begun)]
+    async with weights_fleet(admin_key, max_retries=0) as fleet:
+        [decode] = fleet.decodes
+        decode.behaviour = Behaviour(pieces=[*pieces, generated, refused])
+        _, said, _ = await fleet.proxy.ask(asked, RESPONSES)
+        assert said.startswith(b"".join(pieces) + generated)
+        long = begun[0].replace(b"in_progress", b"x" * 100_000)
+        decode.behaviour = Behaviour(pieces=[long, generated])
+        _, said, _ = await fleet.proxy.ask(asked, RESPONSES)
+        assert said.startswith(long + generated)
