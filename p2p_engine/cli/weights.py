@@ -33,6 +33,11 @@ class _Order(msgspec.Struct):
 
 class _Weights(msgspec.Struct):
     order: _Order | None = None
+    earlier: list[_Order] = []
+
+    def find(self, order_id: str) -> _Order | None:
+        orders = [self.order, *self.earlier] if self.order else []
+        return next((order for order in orders if order.id == order_id), None)
 
 
 class _WeightsStatus(msgspec.Struct):
@@ -61,7 +66,12 @@ def run_update(names: str, key: str, order: Mapping[str, Any], console: Console)
     for address, step in ended.steps.items():
         if address not in ended.failed:
             _say(console, f"{address}: {ended.label if step == 'done' else step}")
-    return _conclude(ended.failed, "paused: ", console)
+    # One without a step was gone before its turn came.
+    failed = {
+        address: f"paused: {why}" if address in ended.steps else why
+        for address, why in ended.failed.items()
+    }
+    return _conclude(failed, console)
 
 
 def run_label(names: str, key: str, label: str, model: str, console: Console) -> int:
@@ -163,9 +173,9 @@ def _wait(proxy: KnownProxy, order_id: str, console: Console) -> _Order:
             status, said = proxy.ask("/status", _ANSWER_SECONDS)
             if status != HTTPStatus.OK:
                 raise OSError(None, f"HTTP {status} at /status")
-            order = msgspec.json.decode(said, type=_WeightsStatus).weights.order
+            order = msgspec.json.decode(said, type=_WeightsStatus).weights.find(order_id)
             heard_at = time.monotonic()
-            if order is None or order.id != order_id:
+            if order is None:
                 raise _WeightsRefused(f"{proxy}: it has restarted; {_REPEAT}")
             if order.state == "done":
                 return order
@@ -199,12 +209,12 @@ def _tell_labels(outcomes: Mapping[str, str], label: str, console: Console) -> i
     failed = {address: why for address, why in outcomes.items() if why}
     for address in outcomes.keys() - failed.keys():
         _say(console, f"{address}: {label}")
-    return _conclude(failed, "", console)
+    return _conclude(failed, console)
 
 
-def _conclude(failed: Mapping[str, str], word: str, console: Console) -> int:
+def _conclude(failed: Mapping[str, str], console: Console) -> int:
     for address, why in failed.items():
-        _say(console, f"{address}: {word}{why}")
+        _say(console, f"{address}: {why}")
     return int(bool(failed))
 
 

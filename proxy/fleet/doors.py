@@ -136,5 +136,10 @@ async def outcome_of(step: Coroutine[Any, Any, Any]) -> str:
         return str(error)
     except Exception as error:
         logger.exception("weights: internal error of the proxy")
-        return f"internal error of the proxy: {error!r}"[:MAX_SAID]
+        return internal(error)
     return ""
+
+
+def internal(error: Exception) -> str:
+    """Return the reason of what failed by a fault of the proxy itself."""
+    return f"internal error of the proxy: {error!r}"[:MAX_SAID]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import defaultdict
+from collections import defaultdict, deque
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,14 @@ import msgspec
 from p2p_engine.wire.bindings import is_from_start, short_name
 from proxy.errors import ProxyError
 from proxy.fleet.admin import decoded
-from proxy.fleet.doors import LABEL_SECONDS, RETRY_SECONDS, DoorFailed, Doors, outcome_of
+from proxy.fleet.doors import (
+    LABEL_SECONDS,
+    RETRY_SECONDS,
+    DoorFailed,
+    Doors,
+    internal,
+    outcome_of,
+)
 from proxy.fleet.instances import BEING_CHANGED, PAUSED, Instance
 
 if TYPE_CHECKING:
@@ -42,6 +49,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CALLS = 64
+MAX_ORDERS = 8  # that are remembered: who has given one asks for its end, maybe behind another's
+LEFT = "it left during the drain"
 MAX_SECONDS = 86400.0  # that an order may give to a drain, or to a call
 
 # vLLM itself calls weights `default` to which nobody has given a label.
@@ -108,23 +117,24 @@ class FleetWeights:
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._runs = ""  # what runs: an update, a label or a resume
-        self.order: Update | None = None  # the last update
+        self._orders: deque[Update] = deque(maxlen=MAX_ORDERS)  # the updates, the last one first
 
     def describe(self) -> dict[str, Any]:
-        """Return what `/status` shows: the last order."""
-        return {"order": msgspec.to_builtins(self.order)}
+        """Return what `/status` shows: the last order, and those before it."""
+        order, *earlier = msgspec.to_builtins(list(self._orders)) or [None]
+        return {"order": order, "earlier": earlier}
 
     def refusal(self, model: str | None) -> ProxyError:
         """Return the error of a request that waited in vain for instances to go on."""
-        if self.order is not None and self.state(model) != "done":
-            message = f"the weights are being changed to {self.order.label}"
+        if self.state(model) != "done":
+            message = f"the weights are being changed to {self._orders[0].label}"
             return ProxyError(503, "weights_update", message)
         return ProxyError(503, "instance_paused", "vLLM is paused, and was not resumed in time")
 
     def state(self, model: str | None) -> str:
         """Return the state of the last order, `done` if it is for another model: `stopping` while
         requests end, and none may begin. A name that no instance announces may mean any model."""
-        order = self.order
+        order = next(iter(self._orders), None)
         if order is None or (order.model not in ("", model) and self._registry.announces(model)):
             return "done"
         return order.state
@@ -148,11 +158,15 @@ class FleetWeights:
         with ExitStack() as turn:
             turn.enter_context(self._alone(f"an update to {asked.label} runs"))
             model = self._model(asked.model)
-            await self._check_doors(self._places(model))
+            checked = self._places(model)
+            await self._check_doors(checked)
             logger.info("weights: update to %s by=%s ends=%s", asked.label, sender, asked.ends)
-            self.order = Update(asked.label, model)
-            self._task = asyncio.ensure_future(self._run(self.order, asked, turn.pop_all()))
-        return {"message": f"Updating to {asked.label}.", "order": self.order.id}
+            order = Update(asked.label, model)
+            self._orders.appendleft(order)
+            self._task = asyncio.ensure_future(
+                self._run(order, asked, set(checked), turn.pop_all())
+            )
+        return {"message": f"Updating to {asked.label}.", "order": order.id}
 
     async def name(self, body: bytes, sender: str) -> dict[str, Any]:
         """Give a model's instances a label, for a trainer that has changed their weights by itself.
@@ -251,11 +265,14 @@ class FleetWeights:
         Raises:
             ProxyError: 409, there are none.
         """
+        if not (places := self._found(model)):
+            raise ProxyError(409, "no_instances", "no such instance is registered")
+        return places
+
+    def _found(self, model: str) -> dict[str, list[Instance]]:
         places: defaultdict[str, list[Instance]] = defaultdict(list)
         for instance in self._instances(model):
             places[instance.identity.http_address].append(instance)
-        if not places:
-            raise ProxyError(409, "no_instances", "no such instance is registered")
         return dict(places)
 
     async def _check_doors(self, places: dict[str, list[Instance]]) -> None:
@@ -272,7 +289,7 @@ class FleetWeights:
             message = f"start vLLM with VLLM_SERVER_DEV_MODE=1: {'; '.join(told)}"
             raise ProxyError(409, "no_doors", message)
 
-    async def _run(self, order: Update, asked: _Update, turn: ExitStack) -> None:
+    async def _run(self, order: Update, asked: _Update, checked: set[str], turn: ExitStack) -> None:
         seconds = self._drain_seconds if asked.drain_seconds is None else asked.drain_seconds
         deadline = self._clock() + (seconds if asked.ends == "drain" else 0.0)
         with turn:
@@ -280,13 +297,16 @@ class FleetWeights:
                 await self._drain(order.model, deadline)
                 # No await from here until all are held: else one could compute with old weights
                 # while another has new ones.
-                order.state, places = "updating", self._places(order.model)
+                order.state, places = "updating", self._found(order.model)
+                order.failed = dict.fromkeys(checked - places.keys(), LEFT)
                 for instance in self._instances(order.model):
                     instance.held = BEING_CHANGED
                 changes = (self._change(order, asked, deadline, each) for each in places.values())
                 await asyncio.gather(*changes)
-            except Exception:
+            except Exception as error:
                 logger.exception("weights: internal error of the proxy")
+                unchanged = [name for name in checked if order.steps.get(name) != "done"]
+                order.failed = {**dict.fromkeys(unchanged, internal(error)), **order.failed}
             finally:
                 order.state = "done"
         self._registry.on_room()

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from p2p_engine.cli import weights as cli
 from p2p_engine.errors import ConfigError
+from proxy.fleet.weights import FleetWeights
 from tests.doubles.server import DECODE, PREFILL, Behaviour, ServerDouble
 from tests.doubles.weights import NEW, OLD, DoorsDouble
 from tests.rigs.proxies import ASKED, STREAMED, running_proxy, until
@@ -487,6 +488,64 @@ async def test_the_command_waits_for_the_end_and_names_who_failed(admin_key: str
         assert (code, said) == (0, sorted(f"{each.http_address}: step-5" for each in good))
         code, said = await run(cli.run_label_directly, bad.http_address, "step-5")
         assert (code, said) == (1, [f"{bad.http_address}: it has step-3, not step-5"])
+
+
+@pytest.mark.parametrize("num_left", [1, 2])
+async def test_who_leaves_before_its_turn_has_failed_the_order(
+    admin_key: str, num_left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with weights_fleet(admin_key) as fleet:
+        is_drained = asyncio.Event()
+
+        async def drain(*_: Any) -> None:
+            await is_drained.wait()
+
+        monkeypatch.setattr(FleetWeights, "_drain", drain)
+        name = f"127.0.0.1:{fleet.proxy.port}"
+        running = asyncio.create_task(run(cli.run_update, name, KEY, UPDATE))
+
+        async def is_stopping() -> bool:
+            order = (await fleet.proxy.status())["weights"]["order"]
+            return bool(order) and order["state"] == "stopping"
+
+        await until(is_stopping, "the order has been taken")
+        leaving = fleet.all[:num_left]
+        for gone in leaving:
+            await gone.leave()
+            await fleet.proxy.until_state(gone, "")
+        is_drained.set()
+        code, said = await running
+        assert code == 1
+        assert {f"{gone.http_address}: it left during the drain" for gone in leaving} <= set(said)
+        assert len((await fleet.until_over())["failed"]) == num_left
+
+
+async def test_a_fault_of_the_proxy_itself_fails_an_order_for_all(
+    admin_key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with weights_fleet(admin_key) as fleet:
+
+        async def fault(*_: Any) -> None:
+            raise ValueError("a fault")
+
+        monkeypatch.setattr(FleetWeights, "_drain", fault)
+        failed = (await fleet.update())["failed"]
+        assert set(failed) == {double.http_address for double in fleet.all}
+        assert all("internal error of the proxy: ValueError" in why for why in failed.values())
+
+
+async def test_a_command_finds_the_end_of_its_order_behind_another_one(admin_key: str) -> None:
+    """Two trainers, whose models one proxy serves."""
+    async with weights_fleet(admin_key) as fleet:
+        doors, name = doors_of(fleet.decodes[0]), f"127.0.0.1:{fleet.proxy.port}"
+        doors.slow["/collective_rpc"] = asyncio.Event()
+        first = asyncio.create_task(run(cli.run_update, name, KEY, UPDATE))
+        await until_asked(doors, "/collective_rpc")
+        doors.slow.pop("/collective_rpc").set()
+        await fleet.until_over()
+        await fleet.update(label="step-3")
+        code, said = await first
+        assert (code, f"{fleet.decodes[0].http_address}: {LABEL}" in said) == (0, True)
 
 
 async def test_a_proxy_that_ends_in_the_middle_leaves_instances_paused_and_the_command_says_so(
