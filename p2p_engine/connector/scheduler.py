@@ -168,7 +168,8 @@ class SchedulerHalf:
 
     def _tell_of_weights(self) -> None:
         if self._directory is not None:
-            self._directory.name_weights(self._weights.name)
+            weights = self._weights
+            self._directory.name_weights(weights.name, have_changed=weights.have_changed)
         self._warn("weights", "" if self._weights.is_known else UNKNOWN)
 
     def _warn(self, subject: str, text: str) -> None:

@@ -46,6 +46,9 @@ LEAVE_WEIGHTS_ALONE = frozenset({
 class Weights:
     """The name, and who gives it."""
 
+    # Whether, since the start, the workers ran a method that may change weights, or took a label.
+    have_changed = False
+
     def __init__(self, checkpoint: str, *, reset_keeps_weights: bool = False) -> None:
         """`checkpoint` names what vLLM loaded at its start; from `no_name` if nobody knows."""
         self._checkpoint = self.name = short_name(checkpoint)
@@ -71,6 +74,7 @@ class Weights:
         if self.is_stale or not label:
             return self._forget()
         name = self._checkpoint if label == UNNAMED else short_name(label)
+        self.have_changed |= label != UNNAMED
         before, self.name = self.name, name
         if name != before:
             logger.info("weights: %s, before: %s", name, before)
@@ -90,6 +94,7 @@ class Weights:
     def discard(self, reset_encoder_cache: Callable[[], object] | None = None) -> None:
         """Note that vLLM may have other weights from its next reset on, whatever the setting says.
         `reset_encoder_cache` is its engine core's, if that does not call it by itself."""
+        self.have_changed = True
         self.is_stale = True
         self._reset_encoder_cache = reset_encoder_cache or self._reset_encoder_cache
 

@@ -161,10 +161,11 @@ class Directory(PlaneListener):
         for heartbeat in self._heartbeats:
             heartbeat.warning = warning
 
-    def name_weights(self, name: str) -> None:
-        """Tell the proxy soon what the weights here are called. Not for two threads at a time."""
+    def name_weights(self, name: str, *, have_changed: bool = False) -> None:
+        """Tell the proxy soon what the weights here are called, and whether they may be others than
+        at the start. Not for two threads at a time."""
         for heartbeat in self._heartbeats:
-            heartbeat.weights = name
+            heartbeat.weights, heartbeat.weights_changed = name, have_changed
         self._beat_at = 0.0
         self._control.stir()
 

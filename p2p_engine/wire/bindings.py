@@ -7,7 +7,6 @@ peer that has other weights says so at once, and by name.
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
 
 PROMPT_BYTES = 16  # of the digest
@@ -15,8 +14,6 @@ MAX_NAME_BYTES = 47  # what a binding has room for
 NO_NAME = "unknown-"  # how a name begins that equals no other
 _MARK = b"@"
 _DIGITS = 12
-# A label may begin like that, too, as checkpoint-500.
-_FROM_START = re.compile(r"(checkpoint|named)(-[0-9a-f]{16})+|dummy-[^-]+-\d+x\d+(-.*)?")
 
 
 def bind(prompt: bytes, weights: str) -> bytes:
@@ -34,12 +31,6 @@ def weights_in(binding: bytes) -> str:
 def renamed(binding: bytes, weights: str) -> bytes:
     """Return the binding of the same prompt, and of these weights."""
     return bind(binding[:PROMPT_BYTES], weights)
-
-
-def is_from_start(name: str) -> bool:
-    """Tell whether weights have had this name since vLLM loaded them: nobody has changed them that
-    we know of, or given them a label."""
-    return _FROM_START.fullmatch(name) is not None
 
 
 def no_name() -> str:

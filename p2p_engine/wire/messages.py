@@ -565,6 +565,8 @@ class Heartbeat(msgspec.Struct, omit_defaults=True):
     warning: Text = ""  # what is wrong there, for the proxy's status
     accept_differences: Text = ""  # fields of the identity that its peers need not share
     weights: Text = ""  # their name, as in bindings; "": it does not say
+    # Since its start, its workers have run a method that may change weights, or took a label.
+    weights_changed: bool = False
 
 
 _heartbeat_decoder = msgspec.msgpack.Decoder(Heartbeat)

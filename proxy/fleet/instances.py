@@ -121,6 +121,7 @@ class Instance:
     warning: str = ""  # what it says is wrong with it
     accept_differences: str = ""  # the fields in which its peers may differ
     weights: str = ""  # what its weights are called; "": it does not say
+    weights_changed: bool = False  # they may be others than at its start
     # Why it gets no legs though it is ready; and whether vLLM tells if it is paused
     # (VLLM_SERVER_DEV_MODE). None: nobody knows yet.
     held: str = ""

@@ -82,6 +82,7 @@ class Registry:
         instance.has_prefix_cache = beat.has_prefix_cache
         instance.warning = beat.warning
         instance.accept_differences = beat.accept_differences
+        instance.weights_changed = beat.weights_changed
         if instance.weights != beat.weights:
             instance.weights = beat.weights
             self.on_room()

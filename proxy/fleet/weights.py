@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from p2p_engine.wire.bindings import is_from_start, short_name
+from p2p_engine.wire.bindings import short_name
 from proxy.errors import ProxyError
 from proxy.fleet.admin import decoded
 from proxy.fleet.doors import (
@@ -171,7 +171,8 @@ class FleetWeights:
     async def name(self, body: bytes, sender: str) -> dict[str, Any]:
         """Give a model's instances a label, for a trainer that has changed their weights by itself.
 
-        One whose weights are those of its start, while others have other ones, gets none.
+        One that says that its weights are those of its start, while others' have changed, gets
+        none.
 
         Returns, by HTTP address, why an instance does not have it; "" if it has. Waits for two
         answers of each.
@@ -183,12 +184,11 @@ class FleetWeights:
         asked: _Label = decoded(body, _Label)
         with self._alone(f"the label {asked.label} is being given"):
             places = self._places(self._model(asked.model))
-            names = {rank.weights for ranks in places.values() for rank in ranks} - {""}
-            have_changed = not all(map(is_from_start, names))
+            have_changed = any(r.weights_changed for ranks in places.values() for r in ranks)
 
             async def give(instance: Instance) -> None:
-                if have_changed and is_from_start(instance.weights):
-                    was = f"its weights are {instance.weights}, as at its start"
+                if have_changed and instance.weights and not instance.weights_changed:
+                    was = f"its weights, {instance.weights}, are those of its start"
                     raise DoorFailed(f"{was}, and those of others have changed")
                 await self._doors.give_label(instance, asked.label)
 
@@ -361,4 +361,4 @@ class FleetWeights:
 def _rename(ranks: list[Instance], label: str) -> None:
     """Do not wait for the heartbeat: meanwhile, decode would compute all that waits."""
     for rank in ranks:
-        rank.weights = rank.weights and short_name(label)
+        rank.weights, rank.weights_changed = rank.weights and short_name(label), True

@@ -226,6 +226,7 @@ class ServerDouble:
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "has_prefix_cache": self.has_prefix_cache,
             "weights": self.doors.label if self.doors is not None else "",
+            "weights_changed": self.doors is not None and self.doors.has_changed,
             "a key of the future": {"x": [1, 2]},
         }
         if self.events is not None:

@@ -29,6 +29,7 @@ class DoorsDouble:
 
     weights: str = OLD
     label: str = "default"
+    has_changed: bool = False  # by a method of the workers, or a label
     # By path: "hang", never answer; a status, as "500"; "lie", say that all is well and do nothing.
     faults: dict[str, str] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -139,14 +140,14 @@ class DoorsDouble:
     async def _collective_rpc(self, _: web.Request, asked: dict[str, Any]) -> dict[str, Any]:
         assert self.is_paused, "weights change while it may compute"
         assert not self.running, "weights change under a request"
-        self.weights = asked["kwargs"]["weights_path"]
+        self.weights, self.has_changed = asked["kwargs"]["weights_path"], True
         return {"results": [None]}
 
     async def _reset_prefix_cache(self, *_: Any) -> dict[str, Any]:
         return {"success": not self.running}
 
     async def _update_weight_version(self, _: web.Request, asked: Any) -> dict[str, Any]:
-        self.label = asked["new_version"]
+        self.label, self.has_changed = asked["new_version"], True
         if self.on_label is not None:
             await self.on_label()
         return {"success": True, "new_version": self.label}

@@ -29,7 +29,6 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 from p2p_engine.connector import checkpoint, file_times
 from p2p_engine.connector.checkpoint import fingerprint, name_of_checkpoint
 from p2p_engine.connector.compat import release_name
-from p2p_engine.wire.bindings import is_from_start
 from tests.support import eventually
 
 Tensors = dict[str, torch.Tensor]
@@ -405,15 +404,6 @@ def test_the_loader_does_not_matter(load_format: str, tmp_path: Path) -> None:
     in_one_file(weights(), tmp_path)
     name = name_of_checkpoint(config(tmp_path, load_format))
     assert name == f"checkpoint-{fingerprint(tmp_path)}"
-
-
-def test_a_name_tells_whether_it_is_from_the_start(tmp_path: Path) -> None:
-    in_one_file(weights(), tmp_path)
-    for load_format in ("auto", "dummy", "my_loader"):
-        assert is_from_start(name_of_checkpoint(config(tmp_path, load_format)))
-    assert is_from_start("dummy-0.32-2x1-dp2-ep0")
-    for label in ("", "step-42", "checkpoint-500", "named", "dummy-1", f"unknown-{'0' * 16}"):
-        assert not is_from_start(label)
 
 
 # What each loader reads of a folder that has all of these: DefaultModelLoader._prepare_weights.

@@ -174,3 +174,19 @@ def test_any_label_becomes_a_name_that_a_binding_has_room_for(label: str) -> Non
     other = Weights("c")
     other.label(label + "-")
     assert weights.name != other.name
+
+
+def test_weights_have_changed_by_a_method_or_a_label_and_not_by_a_reset() -> None:
+    """Who was started again has its checkpoint's weights, though a trainer pauses it, too."""
+    for is_empty in (True, False):
+        weights = Weights(no_name())
+        weights.reset(is_empty=is_empty)
+        weights.label("default")
+        assert not weights.have_changed
+    labelled, called = Weights("checkpoint-0"), Weights("checkpoint-0")
+    labelled.label("step-42")
+    called.discard()
+    assert labelled.have_changed
+    assert called.have_changed
+    labelled.label("default")
+    assert labelled.have_changed

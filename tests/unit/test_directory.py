@@ -167,8 +167,10 @@ def test_a_proxy_hears_soon_what_weights_are_called(
     with Directory(config, RANKS, kv_port=0, role="PD") as directory:
         assert [decode_heartbeat(proxy.frame()).weights for _ in "PD"] == [""] * 2
         for name in ("checkpoint-0011", "step-42"):
-            directory.name_weights(name)
-            assert [decode_heartbeat(proxy.frame()).weights for _ in "PD"] == [name] * 2
+            have_changed = name == "step-42"
+            directory.name_weights(name, have_changed=have_changed)
+            beats = [decode_heartbeat(proxy.frame()) for _ in "PD"]
+            assert [(b.weights, b.weights_changed) for b in beats] == [(name, have_changed)] * 2
 
 
 def test_heartbeats_say_which_differences_are_accepted(proxy: RegistrationPort) -> None:
