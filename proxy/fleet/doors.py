@@ -72,6 +72,10 @@ class Doors:
         if not await self.is_paused(instance, LABEL_SECONDS):
             raise DoorFailed("/pause: it is not paused")
 
+    async def abort(self, instance: Instance, seconds: float) -> None:
+        """Abort what waits in a paused vLLM; its caches stay as they are, so it keeps a label."""
+        await self.post(instance, "/pause?mode=abort&clear_cache=false", {}, seconds)
+
     async def reset(self, instance: Instance, seconds: float) -> None:
         """Empty the caches. That fails while blocks are held, so it is tried until they end."""
         path, ends_at = "/reset_prefix_cache?reset_external=true", time.monotonic() + seconds

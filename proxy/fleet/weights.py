@@ -2,7 +2,7 @@
 
     stopping   no request begins; those that run end, up to a deadline
     updating   each instance: pause (what still runs is aborted), the calls, reset of the caches,
-               label, label read back, resume
+               label, label read back, what waits is aborted, resume
     done       an instance that failed a step is paused
 
 An instance gets no requests while it is `held`:
@@ -335,7 +335,7 @@ class FleetWeights:
         order.failed[address] = why
         logger.warning("weights: %s stays paused: %s", address, why)
         # What others have sent there would wait for as long as it is paused.
-        await outcome_of(self._doors.post(instance, "/pause?mode=abort", {}, LABEL_SECONDS))
+        await outcome_of(self._doors.abort(instance, LABEL_SECONDS))
 
     async def _take_steps(
         self, order: Update, asked: _Update, deadline: float, instance: Instance
@@ -351,6 +351,8 @@ class FleetWeights:
             ),
             ("/reset_prefix_cache", partial(doors.reset, instance, seconds)),
             ("/update_weight_version", partial(doors.give_label, instance, asked.label)),
+            # A beam search had no request that the pause could abort between two of its tokens.
+            ("/pause", partial(doors.abort, instance, seconds)),
             ("/resume", partial(doors.resume, instance, seconds)),
         ]
         for path, step in steps:

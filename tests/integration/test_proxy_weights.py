@@ -17,7 +17,7 @@ from p2p_engine.cli import weights as cli
 from p2p_engine.errors import ConfigError
 from proxy.fleet.weights import FleetWeights
 from tests.doubles.server import DECODE, PREFILL, Behaviour, ServerDouble
-from tests.doubles.weights import NEW, OLD, DoorsDouble
+from tests.doubles.weights import ABORTED, NEW, OLD, DoorsDouble
 from tests.rigs.proxies import ASKED, STREAMED, running_proxy, until
 from tests.rigs.weights_fleet import (
     KEY,
@@ -281,6 +281,29 @@ async def test_what_does_not_end_is_aborted_and_begins_again(
         assert {status for status, _, _ in await asyncio.gather(*asking)} == {200}
         assert await breakers_of(fleet.proxy) == {"closed"}  # nobody is to blame
         assert set(doors_of(fleet.decodes[0]).used.values()) == {NEW}
+
+
+async def test_what_waits_in_vllm_is_aborted_before_it_goes_on(admin_key: str) -> None:
+    """It may be the next token of a beam search, whose tokens before are of the old weights."""
+    async with weights_fleet(admin_key) as fleet:
+        [decode] = fleet.decodes
+        doors = doors_of(decode)
+        doors.slow["/weight_info"] = asyncio.Event()
+        assert (await fleet.order("update", UPDATE))[0] == 200
+        await until_asked(doors, "/weight_info")
+        url = f"http://{decode.http_address}/v1/completions"
+
+        async def next_token() -> dict[str, Any]:
+            async with fleet.proxy.client.post(url, json=ASKED) as response:
+                said: dict[str, Any] = await response.json()
+                return said
+
+        waiting = asyncio.create_task(next_token())
+        await until(lambda: doors.running, "it waits")
+        doors.slow.pop("/weight_info").set()
+        assert (await fleet.until_over())["failed"] == {}
+        assert await waiting == ABORTED
+        assert not doors.used
 
 
 async def test_what_another_proxy_has_running_is_aborted_where_vllm_cannot_wait_for_it(
