@@ -116,6 +116,15 @@ class Dispatch(PlaneListener):
         self.weights = name
         self._holds.refuse_each(self._refusal)
 
+    def check_weights(self, binding: bytes) -> None:
+        """Check what a caller is about to send, hold or stash.
+
+        Raises:
+            TransferRejected: it is of other weights than ours.
+        """
+        if reason := self._otherness(binding):
+            raise TransferRejected(reason)
+
     def on_frame(self, route: Route, frame: bytes) -> None:
         """Hand the message in a frame to its part; an invalid one is dropped and counted."""
         with self._lock:

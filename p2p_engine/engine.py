@@ -146,9 +146,11 @@ class P2pNcclEngine:
             EngineClosed: the engine is closed.
             LocalProtocolError: key, binding or manifest are more than a message can carry.
             PeerUnreachable: the address is not host:port.
+            TransferRejected: the binding names other weights than `use_weights`.
         """
         check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, "", False, generation))
         with self._open():
+            self._parts.dispatch.check_weights(binding)
             seconds = self.config.transfer_timeout_seconds if timeout is None else timeout
             ready_layers = ReadyLayers.whole(self._now(stream)) if ready else ReadyLayers()
             self._parts.endings.forget_ended((key, binding))
@@ -216,9 +218,11 @@ class P2pNcclEngine:
             EngineClosed: the engine is closed.
             LocalProtocolError: key, binding or manifest are more than a message can carry.
             TransferError: the key is held already.
+            TransferRejected: the binding names other weights than `use_weights`.
         """
         check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, "", False, generation))
         with self._open():
+            self._parts.dispatch.check_weights(binding)
             seconds = self.config.lease_seconds if lease is None else lease
             return self._parts.holds.hold(
                 key, source, binding, seconds, self._now(stream), generation
@@ -269,10 +273,12 @@ class P2pNcclEngine:
             EngineClosed: the engine is closed.
             LocalProtocolError: key, binding or manifest are more than a message can carry.
             TransferError: the key is held already.
+            TransferRejected: the binding names other weights than `use_weights`.
             P2pError: the source failed.
         """
         check_fits(Offer(0, 0, 0, 0, key, source.manifest, binding, "", False))
         with self._open():
+            self._parts.dispatch.check_weights(binding)
             seconds = self.config.lease_seconds if lease is None else lease
             return self._parts.holds.stash(
                 key, source, binding, seconds, beginnings, self._now(stream)
@@ -462,8 +468,8 @@ class P2pNcclEngine:
 
     def use_weights(self, name: str) -> None:
         """From now on refuse, by name, contents whose binding names other weights than these
-        (wire/bindings.py), also to peers that wait for one already; "" refuses none. Transfers stay
-        as they are. Never blocks.
+        (wire/bindings.py), from callers, and to peers, also to those that wait for one already; ""
+        refuses none. Transfers stay as they are. Never blocks.
 
         Raises:
             EngineClosed: the engine is closed.

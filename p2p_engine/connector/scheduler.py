@@ -589,8 +589,9 @@ class SchedulerHalf:
         The workers end what has begun, and a prompt that was to be loaded is computed here."""
         self._tell_of_weights()
         self._next.is_renamed = True
-        # Of what was recalled, a part is of other weights.
-        recalled = self._loading.keys() | self._loaded.keys()
+        # What has recalled KV, or may have, is of both weights: the workers refuse its old name.
+        recalled = {name for name, loading in self._loading.items() if loading.is_open}
+        recalled |= self._loaded.keys()
         for request_id, sending in self._sending.items():
             if not sending.has_steps and request_id not in recalled:
                 self._count_sent(sending.party, -1)

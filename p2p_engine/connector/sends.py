@@ -467,7 +467,7 @@ class Sends:
             transfer = self._engine.hold(key, source, binding=party.binding, generation=generation)
         except P2pError as error:
             self._staging.give_back(item.places)
-            is_held = isinstance(error, TransferError)  # for another request
+            is_held = type(error) is TransferError  # for another request
             self._fail(item.sending, str(error), is_sent_again=is_held)
             return None
         end = item.first_block + len(item.block_ids)

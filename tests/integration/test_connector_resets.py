@@ -48,17 +48,30 @@ ChangeWeights = Callable[[], None]
 TELLS = [pytest.param(True, id="told"), pytest.param(False, id="not told")]
 
 
+def after_other_weights(tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+    """The values of these positions, computed with other weights than the doubles' first ones."""
+    values, running = np.empty(len(tokens), np.int64), 12345
+    for position, token in enumerate(tokens):
+        values[position] = running = zlib.crc32(token.to_bytes(4, "little"), running)
+    return values
+
+
 @pytest.fixture
 def change_weights(monkeypatch: pytest.MonkeyPatch) -> ChangeWeights:
     """Let every position have another value from then on, on both sides."""
-
-    def after_other_weights(tokens: Sequence[int]) -> np.ndarray[Any, Any]:
-        values, running = np.empty(len(tokens), np.int64), 12345
-        for position, token in enumerate(tokens):
-            values[position] = running = zlib.crc32(token.to_bytes(4, "little"), running)
-        return values
-
     return lambda: monkeypatch.setattr(instance, "expected_values", after_other_weights)
+
+
+def change_prefills_weights(pair: Pair) -> None:
+    """Let prefill alone compute and expect other values from then on."""
+    step = pair.p.step
+
+    def step_with_them() -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(instance, "expected_values", after_other_weights)
+            return step()
+
+    pair.p.step = step_with_them  # type: ignore[method-assign]
 
 
 def check_answer(pair: Pair, request_id: str, prompt: list[int]) -> None:
@@ -435,6 +448,45 @@ def test_what_was_computed_under_two_names_is_not_stashed(
     pair.ask(said, by="params", transfer_id=new_transfer_id(), earlier=first)
     pair.run()
     assert pair.p.num_computed_prompt_tokens[pair.prefill_ids[-1]] == len(said)
+
+
+@pytest.mark.parametrize("stage", ["waits for blocks", "loads"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_a_turn_that_recalls_kv_while_prefill_gets_other_weights_is_computed_by_decode(
+    make_pair: MakePair, send_type: str, stage: str
+) -> None:
+    """Its workers know nothing of it yet, and decode still has the earlier turn's weights."""
+    pair = make_pair(
+        send_type=send_type, policy="recompute", prefill_role="kv_both", stash_seconds=60.0,
+        transfer_timeout_seconds=60.0, prefill={"num_blocks": 60}, decode={"num_blocks": 300},
+    )  # fmt: skip
+    prompt, first = prompt_of(160), new_transfer_id()
+    pair.ask(prompt, by="params", max_tokens=50, transfer_id=first, more={"stash": True})
+    pair.run()
+    pair.p.evict()
+    if stage == "waits for blocks":
+        pair.p.add("other", prompt_of(52 * BLOCK_SIZE, 9), max_tokens=1000)
+        pair.p.step()
+    said = prompt + continuation(prompt, 50) + prompt_of(60, 3)
+    name = pair.ask(
+        said, by="params", transfer_id=new_transfer_id(), earlier=first, order="prefill first"
+    )
+    second, half = pair.prefill_ids[-1], pair.p.connector._planner
+    is_open = stage == "loads"
+    pair.run(
+        lambda: second in half._loading and half._loading[second].is_open is is_open, only=pair.p
+    )
+    change_prefills_weights(pair)
+    if stage == "waits for blocks":
+        pair.p.abort("other")
+        assert pair.p.scheduler.reset_prefix_cache()
+    CoreDouble(pair.p).collective_rpc("reload_weights")
+    CoreDouble(pair.p).set_weight_version("step-2")
+    pair.run(lambda: second in pair.p.finished, only=pair.p)
+    pair.ask_waiting()
+    pair.run(lambda: name in pair.d.finished, timeout=20)
+    assert pair.d.answers[name] == continuation(said, 4)
+    assert pair.d.num_computed_prompt_tokens[name] > 60  # decode has the earlier turn itself
 
 
 @pytest.mark.parametrize("tries", ["no reset", "a reset in vain"])

@@ -4,7 +4,8 @@ an end of what has the new name."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -16,7 +17,7 @@ from p2p_engine.peers.link import PeerAddress
 from p2p_engine.receive import store
 from p2p_engine.send import holds
 from p2p_engine.transfer import Transfer
-from p2p_engine.wire.bindings import bind, renamed
+from p2p_engine.wire.bindings import bind, renamed, weights_in
 from p2p_engine.wire.request_ids import new_transfer_id
 from tests import marks
 from tests.doubles.pair import SEND_TYPES, MakePair, Pair, prompt_of
@@ -164,6 +165,23 @@ def test_what_is_released_under_an_earlier_name_may_be_asked_for_under_the_new_o
         assert (ours.data[:, BLOCKS] == theirs.data[:, BLOCKS]).all()
 
 
+@pytest.mark.parametrize("kind", ["send", "hold", "stash"])
+def test_nothing_of_other_weights_leaves_an_engine(kind: str) -> None:
+    """Whatever a caller has forgotten to rename; a name is not asked for."""
+    with engines(1) as (sender,):
+        source = PagedMemory(16).source(BLOCKS)
+        arguments: dict[str, dict[str, Any]] = {
+            "send": {"peer": PeerAddress(sender.zmq_address)},
+            "hold": {},
+            "stash": {"beginnings": {}},
+        }
+        give = partial(getattr(sender, kind), KEY, source=source, **arguments[kind])
+        sender.use_weights("step-2")
+        with pytest.raises(TransferRejected, match="weights: step-2 here, step-1 there"):
+            give(binding=bind(PROMPT, "step-1"))
+        give(binding=PROMPT).cancel("it was taken")
+
+
 @pytest.mark.parametrize("is_named", [True, False], ids=["named", "nameless"])
 def test_an_offer_of_other_weights_ends_the_wait_that_begins_behind_it(is_named: bool) -> None:
     with engines(2, transfer_timeout_seconds=60) as (sender, receiver):
@@ -276,6 +294,7 @@ def test_an_offer_of_other_weights_ends_only_the_wait_for_its_prompt(
         eventually(lambda: all(known.is_from((KEY, it), sender.epoch) for it in (first, second)))
         for binding in (renamed(first, "step-1"), second):
             peer = PeerAddress(receiver.zmq_address)
+            sender.use_weights(weights_in(binding))
             sender.send(KEY, peer, theirs.source(BLOCKS), binding=binding)
         with pytest.raises(TransferRejected, match=r"weights: step-. here, step-. there"):
             waits[0].wait(SOON_SECONDS)

@@ -681,16 +681,21 @@ def test_a_reset_that_vllm_does_not_tell_of_is_found_once(
 
 
 def test_only_what_has_nothing_yet_is_named_anew(half: SchedulerHalf) -> None:
-    """What has blocks, or has loaded an earlier turn's, has KV of the weights before."""
-    names = ["waits", "has blocks", "loads", "has loaded"]
+    """What has blocks, or an earlier turn's KV, has KV of the weights before. What waits to load
+    that has none: it is computed."""
+    names = ["waits", "has blocks", "waits to load", "loads", "has loaded"]
     for name in names:
         half.on_new_request(make_request({**SEND, "transfer_id": name}, request_id=name))
     half._sending["has blocks"].has_steps = True
-    half._loading["loads"] = _Loading(half._sending["loads"].party, 16, "")
+    for name in ("waits to load", "loads"):
+        half._loading[name] = _Loading(half._sending[name].party, 16, "")
+    half._loading["loads"].is_decided = half._loading["loads"].is_open = True
     half._loaded["has loaded"] = 0
     half.weights_labelled("step-41")
     called = {name: weights_in(half._sending[name].party.binding) for name in names}
-    assert called == {"waits": "step-41", "has blocks": "w", "loads": "w", "has loaded": "w"}
+    assert [name for name in names if called[name] == "step-41"] == ["waits", "waits to load"]
+    assert {called[name] for name in ("has blocks", "loads", "has loaded")} == {"w"}
+    assert half._loading["waits to load"].is_decided
 
 
 # Requests whose KV does not move
