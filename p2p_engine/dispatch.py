@@ -24,7 +24,7 @@ from p2p_engine.send.endings import Ending
 from p2p_engine.send.holds import Holds
 from p2p_engine.send.sender import Sender
 from p2p_engine.transports.base import Transport
-from p2p_engine.wire.bindings import renamed, weights_in
+from p2p_engine.wire.bindings import weights_in
 from p2p_engine.wire.messages import (
     Abandon,
     AbandonOk,
@@ -232,9 +232,6 @@ class Dispatch(PlaneListener):
         content = (release.key, release.binding)
         peer, epoch = PeerAddress(session.address), release.source_epoch
         self._holds.on_release(content, peer, session.spec, epoch=epoch)
-        if self._otherness(release.binding):
-            ours = (release.key, renamed(release.binding, self.weights))
-            self._holds.on_release_of_other(ours, epoch)
 
     def _on_want(self, session: Session, want: Want) -> None:
         content = (want.key, want.binding)

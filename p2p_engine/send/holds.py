@@ -167,7 +167,7 @@ class Holds(SessionListener):
         self._all_renewed_at = -math.inf
         self._timers: Timers[Hold] = Timers()
         self._late: dict[Hold, None] = {}  # past their leases, but not ended
-        # What is not held: until when it is renewed; 0 if nobody is expected to ask for it.
+        # Until when what is not held is renewed.
         self._renewed: Notes[ContentKey, float] = Notes(budget)
         self._ending: set[Hold] = set()  # until their copies have stopped
 
@@ -243,10 +243,9 @@ class Holds(SessionListener):
 
     def _begin(self, hold: Hold) -> None:
         """Serve who has asked for it already."""
-        is_unwanted = False
         for content in hold.contents:
             departed = self._endings.begin(content)
-            is_unwanted |= self._renewed.pop(content) == 0
+            self._renewed.pop(content)
             if departed is not None:
                 hold.readers = departed.readers
                 hold.asked |= departed.pulled
@@ -260,8 +259,6 @@ class Holds(SessionListener):
                 self._want_later(content, peer, want)
         if self._is_held(hold) and hold.is_over:  # who gave an earlier attempt up may ask at once
             self._end_soon(hold)
-        elif is_unwanted and not hold.asked:
-            self._shorten(hold)
 
     def _serve_all(self, hold: Hold, wants: list[tuple[PeerAddress, PendingWant]]) -> None:
         """Serve several; if one fails at once, the hold does not end before the others are."""
@@ -469,17 +466,6 @@ class Holds(SessionListener):
         for name in [hold.content for hold in held] or [content]:
             self._release(name, peer, spec, epoch)
 
-    def on_release_of_other(self, content: ContentKey, epoch: int) -> None:
-        """Note that a peer wants no more of what other weights make of this prompt: it will hardly
-        ask for this content. It may have been named anew, or another peer may want it: who has not
-        asked for it or renewed it has UNASKED_SECONDS for that after it is held."""
-        hold = self._holds.get(content)
-        if hold is not None:
-            if not hold.asked and hold.lease_ends_at <= hold.held_at + hold.lease:
-                self._shorten(hold)
-        elif not self.is_renewed(content):
-            self._renewed.put(content, 0, epoch)
-
     def _release(
         self, content: ContentKey, peer: PeerAddress, spec: CacheSpec | None, epoch: int
     ) -> None:
@@ -627,11 +613,6 @@ class Holds(SessionListener):
 
     def _end_soon(self, hold: Hold) -> None:
         self._timers.set(hold, min(hold.lease_ends_at, self._clock() + UNASKED_SECONDS))
-
-    def _shorten(self, hold: Hold) -> None:
-        """Let a hold's lease end soon; a RENEW gives it again."""
-        hold.lease_ends_at = min(hold.lease_ends_at, self._clock() + UNASKED_SECONDS)
-        self._timers.set(hold, hold.lease_ends_at)
 
     def _readers(self, content: ContentKey, spec: CacheSpec | None) -> frozenset[int]:
         """Return the ranks of a peer's instance that pull from here."""

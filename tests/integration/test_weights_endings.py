@@ -15,7 +15,6 @@ from p2p_engine import P2pNcclEngine, TransferKey
 from p2p_engine.errors import TransferRejected
 from p2p_engine.peers.link import PeerAddress
 from p2p_engine.receive import store
-from p2p_engine.send import holds
 from p2p_engine.transfer import Transfer
 from p2p_engine.wire.bindings import bind, renamed, weights_in
 from p2p_engine.wire.request_ids import new_transfer_id
@@ -97,7 +96,7 @@ def test_what_was_refused_under_an_earlier_name_is_not_waited_for(
 def test_what_waits_on_both_sides_is_computed_by_decode(
     make_slow: MakeSlow, send_type: str, sides: str
 ) -> None:
-    """Prefill computes it under the new name, and decode has said that nobody wants the old one."""
+    """Prefill computes it under the new name, and decode has given the old one up."""
     pair, prompt = make_slow(send_type), prompt_of(100)
     pair.p.add("other-p", prompt_of(20, 9), max_tokens=1000)
     pair.d.add("other-d", prompt_of(20, 8), max_tokens=1000)
@@ -113,55 +112,25 @@ def test_what_waits_on_both_sides_is_computed_by_decode(
     pair.check_answers(num_computed=len(prompt))
 
 
-@pytest.mark.parametrize("order", ["decode first", "prefill first"])
-@pytest.mark.parametrize("is_known", [True, False], ids=["other name", "unknown name"])
-def test_prefill_does_not_hold_what_decode_computes(
-    make_slow: MakeSlow, order: str, is_known: bool
-) -> None:
-    """The names differ, or decode's weights have none: prefill gets its blocks back all the
-    same."""
-    pair, prompt = make_slow("GET"), prompt_of(100)
-    pair.ask(prompt_of(20))
-    pair.run()  # both have stepped: their workers know the names
-    if is_known:
-        label(pair, "d", "step-41")
-    else:
-        assert pair.d.scheduler.reset_prefix_cache()
-    request_id = pair.ask(prompt, order=order)
-    first = pair.p.finished if order == "prefill first" else pair.d.finished
-    name = pair.prefill_ids[-1] if order == "prefill first" else request_id
-    pair.run(lambda: name in first)
-    pair.ask_waiting()
-    pair.run(timeout=SOON_SECONDS)
-    pair.check_answers()
-    assert pair.d.num_computed_prompt_tokens[request_id] == len(prompt)
-    pair.check_at_rest()
-
-
-@pytest.mark.parametrize("is_renewed", [True, False], ids=["renewed", ""])
-def test_what_is_released_under_an_earlier_name_may_be_asked_for_under_the_new_one(
-    monkeypatch: pytest.MonkeyPatch, is_renewed: bool
-) -> None:
-    """Decode's RELEASE of the one may come behind prefill's hold of the other."""
-    monkeypatch.setattr(holds, "UNASKED_SECONDS", 0.0 if is_renewed else 30.0)
+@pytest.mark.parametrize("is_held", [True, False], ids=["held before", "held later"])
+def test_a_release_of_an_earlier_name_says_nothing_of_the_new_one(is_held: bool) -> None:
+    """Decode's RELEASE of the one may come behind prefill's hold of the other, or before it."""
     with engines(2, lease_seconds=60.0) as (sender, receiver):
         theirs, ours = PagedMemory(16).fill(SeededRandom(3)), PagedMemory(16)
         for engine in (sender, receiver):
             engine.use_weights("step-2")
         peer, binding = PeerAddress(sender.zmq_address), bind(PROMPT, "step-2")
-        held = sender.hold(KEY, theirs.source(BLOCKS), binding=binding)
-        [hold] = sender._parts.holds._holds.values()
-        lease_ended_at = hold.lease_ends_at
-        if is_renewed:
-            receiver.keep(KEY, binding=binding, peer=peer)
-            eventually(lambda: hold.lease_ends_at > lease_ended_at)
+        if is_held:
+            sender.hold(KEY, theirs.source(BLOCKS), binding=binding)
         receiver.discard(KEY, binding=bind(PROMPT, "step-1"), peer=peer, pull=True)
         over = sender._parts.holds._endings
         eventually(lambda: over._endings.get((KEY, bind(PROMPT, "step-1"))) is not None)
-        assert (hold.lease_ends_at < lease_ended_at) is not is_renewed
-        receiver.drop(KEY, binding=binding)
+        if not is_held:
+            sender.hold(KEY, theirs.source(BLOCKS), binding=binding)
+        [hold] = sender._parts.holds._holds.values()
+        assert hold.lease_ends_at == hold.held_at + 60.0
         _receive(receiver, sender, ours, binding, pull=True).wait(SOON_SECONDS)
-        held.wait(SOON_SECONDS)
+        hold.transfer.wait(SOON_SECONDS)
         assert (ours.data[:, BLOCKS] == theirs.data[:, BLOCKS]).all()
 
 
