@@ -482,7 +482,7 @@ class P2pNcclEngine:
         had landed."""
         with self._open():
             self._parts.collect()
-            return self._parts.store.drop_landed(self._parts.dispatch.weights)
+            return self._parts.store.drop_landed()
 
     # Tensors by name
 

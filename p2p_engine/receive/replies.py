@@ -13,7 +13,7 @@ from p2p_engine.config import EngineConfig
 from p2p_engine.errors import P2pError
 from p2p_engine.receive.expectations import Expectations
 from p2p_engine.receive.ledger import Landing, LandingId
-from p2p_engine.wire.bindings import renamed
+from p2p_engine.wire.bindings import prompt_in
 from p2p_engine.wire.messages import (
     Cancel,
     Commit,
@@ -161,15 +161,11 @@ class Replies:
         nbytes = OUTCOME_BYTES + heap_bytes(tombstone.reason)
         self._tombstones.put(content, tombstone, epoch, nbytes)
 
-    def fail_as(self, content: ContentKey, weights: str, reason: str, epoch: int) -> None:
-        """Remember that what a sender has sent under other weights' name is of no use here: who
-        asks for the same prompt under this name need not wait, unless a later attempt is offered
-        first."""
-        key, binding = content
-        heard = self._generations.get((key, epoch)) or {}
-        ours = renamed(binding, weights)
-        self.note_generation(key, ours, epoch, heard.get(binding, 0))
-        self.leave_tombstone((key, ours), reason, Cause.FAILED, epoch)
+    def fail_prompt(self, content: ContentKey, reason: str, epoch: int) -> None:
+        """Remember that what a sender had of a content's prompt is of no use here: who asks for
+        that prompt, under whatever name the weights have then, need not wait for it, unless it is
+        offered first."""
+        self.leave_tombstone(_of_prompt(content), reason, Cause.FAILED, epoch)
 
     def refusal_of_offer(self, content: ContentKey, epoch: int, generation: int) -> str | None:
         """Return why an offer must be refused, or None; then it comes after all, or from another
@@ -182,11 +178,12 @@ class Replies:
                 )
                 return tombstone.reason
             self._tombstones.pop(name)
+        self._tombstones.pop(_of_prompt(content))
         return None
 
     def exhume(self, content: ContentKey) -> list[Tombstone]:
-        """Remove and return the tombstones in force of a content and of its key."""
-        found = self._tombstones_of(content)
+        """Remove and return the tombstones in force of a content, its prompt and its key."""
+        found = self._tombstones_of(content, _of_prompt(content))
         for name, _ in found:
             self._tombstones.pop(name)
         return [tombstone for _, tombstone in found]
@@ -216,10 +213,13 @@ class Replies:
             if tombstone.until <= self._clock() or (name == content and not tombstone.is_sure):
                 self._tombstones.pop(name)
 
-    def _tombstones_of(self, content: ContentKey) -> list[tuple[ContentKey, Tombstone]]:
-        """Return the tombstones in force of a content and of its key; forget the others."""
+    def _tombstones_of(
+        self, content: ContentKey, *others: ContentKey
+    ) -> list[tuple[ContentKey, Tombstone]]:
+        """Return the tombstones in force of a content, of `others` and of its key; forget those
+        that are not."""
         found = []
-        for name in dict.fromkeys((content, (content[0], b""))):
+        for name in dict.fromkeys((content, *others, (content[0], b""))):
             tombstone = self._tombstones.get(name)
             if tombstone is None:
                 continue
@@ -228,6 +228,11 @@ class Replies:
             else:
                 self._tombstones.pop(name)
         return found
+
+
+def _of_prompt(content: ContentKey) -> ContentKey:
+    """Name a content by its prompt alone, whatever its weights are called."""
+    return content[0], prompt_in(content[1])
 
 
 def _as_fields(error: P2pError) -> tuple[str, str]:

@@ -47,7 +47,7 @@ from p2p_engine.receive.placement import Placement
 from p2p_engine.receive.replies import Cause, Replies, Reply
 from p2p_engine.transfer import Transfer, lane_of, note_stage
 from p2p_engine.transports.base import Transport
-from p2p_engine.wire.bindings import renamed, weights_in
+from p2p_engine.wire.bindings import renamed
 from p2p_engine.wire.messages import ContentKey, Offer, TransferKey
 
 logger = logging.getLogger(__name__)
@@ -233,17 +233,16 @@ class Store(SessionListener):
             self._judge_mismatch(receive)
             self._judge_misfits(receive)
 
-    def drop_landed(self, weights: str = "") -> int:
+    def drop_landed(self) -> int:
         """Drop all landings that no receive has claimed; returns the bytes of those that had
-        landed. If they are of others than these `weights`, who asks for the same prompt under this
-        name does not wait for it."""
+        landed. Who asks for the same prompt under another name of the weights does not wait for
+        it."""
         unclaimed = [item for item in self._ledger.landings.values() if item.receive is None]
         landed = [item for item in unclaimed if item.orphaned]
         for content, epoch in {(item.content, item.id[0]) for item in unclaimed}:
             reason = "the landed KV was dropped"
             self._replies.leave_tombstone(content, reason, Cause.FAILED, epoch)
-            if weights_in(content[1]) not in ("", weights):
-                self._replies.fail_as(content, weights, reason, epoch)
+            self._replies.fail_prompt(content, reason, epoch)
             self._drop(content)
         return sum(landing.nbytes for landing in landed)
 
@@ -298,8 +297,7 @@ class Store(SessionListener):
         self._refuse((epoch, offer.seq), offer.attempt, error)
         receive = self._ledger.receives.get((offer.key, renamed(offer.binding, weights)))
         if receive is None:
-            self._replies.note_generation(*content, epoch, offer.generation)
-            self._replies.fail_as(content, weights, reason, epoch)
+            self._replies.fail_prompt(content, reason, epoch)
         elif self._may_end(receive, epoch):
             self._stop_receive(receive, error)
         self._note_mismatch(content, epoch)

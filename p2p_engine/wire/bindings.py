@@ -28,6 +28,11 @@ def weights_in(binding: bytes) -> str:
     return binding[PROMPT_BYTES + 1 :].decode(errors="replace")
 
 
+def prompt_in(binding: bytes) -> bytes:
+    """Return a binding without the name of the weights, if it has one."""
+    return binding[:PROMPT_BYTES] if weights_in(binding) else binding
+
+
 def renamed(binding: bytes, weights: str) -> bytes:
     """Return the binding of the same prompt, and of these weights."""
     return bind(binding[:PROMPT_BYTES], weights)

@@ -3,6 +3,7 @@ an end of what has the new name."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -73,6 +74,28 @@ def test_what_came_under_an_earlier_name_is_not_waited_for(
     pair.ask_waiting()
     pair.run(lambda: request_id in pair.d.finished, timeout=SOON_SECONDS)
     pair.check_answers(num_computed=len(prompt))
+
+
+@pytest.mark.parametrize("name", ["unknown-0", "step-2", "none (asleep)"])
+@pytest.mark.parametrize("is_refused", [True, False], ids=["refused", "landed"])
+def test_however_often_weights_are_named_anew_what_came_before_is_not_waited_for(
+    is_refused: bool, name: str
+) -> None:
+    """A reset gives a name of its own before the label comes, and so does sleep."""
+    with engines(2, lease_seconds=60.0, transfer_timeout_seconds=60) as (sender, receiver):
+        theirs, ours = PagedMemory(16).fill(SeededRandom(7)), PagedMemory(16)
+        sender.use_weights("step-1")
+        receiver.use_weights(name if is_refused else "step-1")
+        there, binding = PeerAddress(receiver.zmq_address), bind(PROMPT, "step-1")
+        sent = sender.send(KEY, there, theirs.source(BLOCKS), binding=binding, generation=1)
+        with contextlib.suppress(TransferRejected):
+            sent.wait(SOON_SECONDS)
+        for each in (name, "step-3"):
+            for engine in (sender, receiver):
+                engine.use_weights(each)
+                engine.drop_landed()
+        with pytest.raises(TransferRejected, match=r"dropped|weights"):
+            _receive(receiver, sender, ours, bind(PROMPT, "step-3")).wait(SOON_SECONDS)
 
 
 @pytest.mark.parametrize("send_type", ["PUT", "PUT_ASYNC"])
