@@ -52,15 +52,12 @@ class Weights:
     def __init__(self, checkpoint: str, *, reset_keeps_weights: bool = False) -> None:
         """`checkpoint` names what vLLM loaded at its start; from `no_name` if nobody knows."""
         self._checkpoint = self.name = short_name(checkpoint)
+        # Whether there is a name that another instance's can equal. A label may begin as no name.
+        self._has_checkpoint = self.is_known = not checkpoint.startswith(NO_NAME)
         self._reset_keeps_weights = reset_keeps_weights
         # Whether vLLM's caches may have what is of weights before, which a name would call new.
         self.is_stale = False
         self._reset_encoder_cache: Callable[[], object] | None = None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether there is a name that another instance's can equal."""
-        return not self.name.startswith(NO_NAME)
 
     def label(self, label: str) -> bool:
         """Take a label of vLLM's; returns whether the name has changed. Nothing is named by an
@@ -75,6 +72,7 @@ class Weights:
             return self._forget()
         name = self._checkpoint if label == UNNAMED else short_name(label)
         self.have_changed |= label != UNNAMED
+        self.is_known = self._has_checkpoint or label != UNNAMED
         before, self.name = self.name, name
         if name != before:
             logger.info("weights: %s, before: %s", name, before)
@@ -99,7 +97,7 @@ class Weights:
         self._reset_encoder_cache = reset_encoder_cache or self._reset_encoder_cache
 
     def _forget(self) -> bool:
-        self.name = no_name()
+        self.name, self.is_known = no_name(), False
         return True
 
 

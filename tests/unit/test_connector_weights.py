@@ -149,6 +149,14 @@ def test_of_a_checkpoint_without_a_name_a_label_says_the_name() -> None:
     assert weights.is_known
 
 
+def test_a_label_may_begin_as_no_name_does() -> None:
+    weights = Weights("c")
+    assert weights.label("unknown-data-7")
+    assert (weights.name, weights.is_known) == ("unknown-data-7", True)
+    assert weights.reset(is_empty=True)
+    assert not weights.is_known
+
+
 def test_an_empty_label_names_nothing() -> None:
     """A binding without a name is one of an engine that compares none."""
     weights = Weights("c")
