@@ -90,7 +90,7 @@ def ask_directories(addresses: Sequence[str], key: Secrets) -> dict[str, Locatio
     )  # fmt: skip
     plane.start()
     try:
-        question = encode(Lookup(secrets.randbits(62) | 1, 0, 0, asks_identity=True))
+        question = encode(Lookup(secrets.randbits(62) | 1, 0, 0))
         deadline = time.monotonic() + ANSWER_SECONDS
         while (left := deadline - time.monotonic()) > 0 and (waiting := asking.waiting()):
             for address in waiting:

@@ -233,8 +233,7 @@ class Directory(PlaneListener):
         if not addresses:
             return  # the peer repeats its LOOKUP
         address, num_ranks = addresses.get(message.rank, ""), len(addresses)
-        identity = self._identity if message.asks_identity else b""
-        instance = (num_ranks, self._spec, identity)
+        instance = (num_ranks, self._spec, self._identity)
         answer = Location(self._epoch, message.source_epoch, message.rank, address, *instance)
         self._control.send(route, encode(answer))
 

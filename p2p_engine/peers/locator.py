@@ -34,10 +34,9 @@ REFUSED_SECONDS = 600.0  # for so long a refusal is shown, after the last time t
 @dataclass(eq=False)
 class Inquiry:
     """An instance whose directory has not answered. Each of `told` is called with a spec or the
-    error. The fields of its identity are many: they are asked for when its digest differs."""
+    error."""
 
     deadline: float
-    asks_identity: bool = False
     told: list[Callable[[CacheSpec | P2pError], None]] = field(default_factory=list)
     resend_at: float = 0.0
 
@@ -88,16 +87,10 @@ class Locator(LinkListener):
     def on_location(self, address: str, message: Location) -> None:
         """Take a directory's answer. It may be the answer to a link's question."""
         instance = InstanceAddress(address)
-        inquiry = self._inquiries.get(instance)
-        if inquiry is None:
+        if instance not in self._inquiries:
             return
         here, there = self._spec, message.spec
         is_other = bool(here and there and here.identity != there.identity)
-        if is_other and not message.identity:  # nobody had asked for the fields, then
-            if not inquiry.asks_identity:
-                inquiry.asks_identity = True
-                self._repeat(instance, inquiry)
-            return
         found = obstacles(here, there, fields=self._differing_fields(message) if is_other else ())
         if here and there and not found and here.has_ranks and there.has_ranks:
             self._known[instance] = there
@@ -169,8 +162,7 @@ class Locator(LinkListener):
 
     def _repeat(self, instance: InstanceAddress, inquiry: Inquiry) -> None:
         inquiry.resend_at = self._clock() + self._config.retry_seconds
-        question = Lookup(self._epoch, 0, 0, inquiry.asks_identity)
-        self._control.send(Route(instance.address), encode(question))
+        self._control.send(Route(instance.address), encode(Lookup(self._epoch, 0, 0)))
 
     def _answer(self, instance: InstanceAddress, answer: CacheSpec | P2pError) -> None:
         for told in self._inquiries.pop(instance).told:

@@ -76,4 +76,4 @@ def _plain(identity: Identity) -> bytes:
     return msgspec.msgpack.encode(sorted(identity.items()))
 
 
-NO_FIELDS = zlib.compress(_plain({}))  # b"" is an answer to who has not asked for them
+NO_FIELDS = zlib.compress(_plain({}))

@@ -299,18 +299,17 @@ class Bye(Message, tag="BYE"):
 
 
 class Lookup(Message, tag="LOOKUP"):
-    """To an instance's directory: at which address is this rank? And what `identity` has it?"""
+    """To an instance's directory: at which address is this rank?"""
 
     rank: Count
-    asks_identity: bool = False
 
 
 class Location(Message, tag="LOCATION"):
     """The directory's answer; an empty address means that there is no such rank.
 
     `spec` describes one rank. Its fields about the instance hold for all ranks. `identity` are the
-    fields of which the spec has the digest (wire/identity.py), if LOOKUP asks for them, so that a
-    refusal can name those that differ.
+    fields of which the spec has the digest (wire/identity.py), so that a refusal can name those
+    that differ.
     """
 
     rank: Count

@@ -20,9 +20,8 @@ from p2p_engine.memory.plan import obstacles
 from p2p_engine.peers import locator, sessions
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress, PeerAddress
-from p2p_engine.peers.locator import Locator
 from p2p_engine.wire.identity import digest_of, pack
-from p2p_engine.wire.messages import PROTOCOL_VERSION, CacheSpec, Location, PageShape, Plane
+from p2p_engine.wire.messages import PROTOCOL_VERSION, CacheSpec, PageShape, Plane
 from tests.rigs.caches import Model, RankCache, Split
 from tests.rigs.engines import assert_idle, settings
 
@@ -118,19 +117,26 @@ def test_at_hello_both_values_are_named(what: str) -> None:
         assert_idle(sender, receiver)
 
 
-def test_a_directory_says_which_fields_differ(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both values are named, in the log once for a pair. Each answer comes twice, as after a
-    directory's late start: the second of them answers a question that did not ask for the fields,
-    behind one that does."""
-    on_location = Locator.on_location
+@pytest.mark.parametrize("identity", [b"", digest_of(OTHER)], ids=["none", "a digest"])
+def test_who_tells_no_fields_is_refused_at_once(identity: bytes) -> None:
+    """A directory of protocol version 8 knows of no identity."""
+    config, ids = settings("shm"), np.arange(2, dtype=np.int64)
+    mine, theirs = (
+        msgspec.structs.replace(HERE.spec, identity=each) for each in (digest_of({}), identity)
+    )
+    with contextlib.ExitStack() as stack:
+        sender = stack.enter_context(P2pNcclEngine(config, spec=mine))
+        rank = RankAddress(0, "127.0.0.1:1", 1, theirs, identity=b"")
+        directory = stack.enter_context(Directory(config, [rank], kv_port=0, role="D"))
+        sent = sender.send(
+            TransferKey("r"), InstanceAddress(directory.address), HERE.source(ids, 0, 8)
+        )
+        with pytest.raises(PeerRefused, match=f"identity: '.+' here, '{identity.hex()}' there"):
+            sent.wait(10)
 
-    def twice(locator: Locator, address: str, message: Location) -> None:
-        for _ in range(2):
-            on_location(locator, address, message)
 
-    monkeypatch.setattr(Locator, "on_location", twice)
+def test_a_directory_says_which_fields_differ(caplog: pytest.LogCaptureFixture) -> None:
+    """Both values are named, in the log once for a pair."""
     here, there = ({**OTHER, "dtype": dtype} for dtype in ("bfloat16", "float16"))
     config, ids = settings("shm"), np.arange(2, dtype=np.int64)
     specs = [msgspec.structs.replace(HERE.spec, identity=digest_of(each)) for each in (here, there)]

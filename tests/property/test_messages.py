@@ -69,7 +69,6 @@ BY_FIELD: dict[str, st.SearchStrategy[Any]] = {
     "largest_landing": sizes,
     "retry_after": st.floats(0, 86400), "lease": st.floats(0, 86400), "is_pushed": st.booleans(),
     "is_promised": st.booleans(),
-    "asks_identity": st.booleans(),
     "contents": st.lists(st.tuples(keys, st.binary(max_size=64)), max_size=3),
     "marks": st.lists(st.tuples(counts, st.binary(max_size=64)), max_size=3),
     "address": texts, "reason": texts, "code": texts, "transport": texts,

@@ -97,14 +97,12 @@ def test_ranks_are_found(rank: int, address: str) -> None:
     assert answer.num_ranks == 2
 
 
-@pytest.mark.parametrize("asks_identity", [True, False])
-def test_the_fields_of_an_identity_are_for_who_asks(asks_identity: bool) -> None:
-    """They may be KiB: a short question has a short answer."""
+def test_the_fields_of_an_identity_come_with_the_answer() -> None:
     ranks = [RankAddress(0, "10.0.0.1:1", 1, identity=b"packed")]
     with Directory(EngineConfig(), ranks, kv_port=0, role="D") as directory:
-        answer = decode(ask(directory.address, encode(Lookup(3, 0, 0, asks_identity))))
+        answer = decode(ask(directory.address, encode(Lookup(3, 0, 0))))
     assert isinstance(answer, Location)
-    assert answer.identity == (b"packed" if asks_identity else b"")
+    assert answer.identity == b"packed"
 
 
 def test_noise_is_counted_and_survived() -> None:

@@ -37,7 +37,6 @@ ADDED: dict[str, list[Any]] = {
     "Want": [False, 0],
     "Offer": [0],
     "Location": [b""],
-    "Lookup": [False],
 }
 # Between directories only: who does not know them drops them, and nobody waits for long.
 NEW = {"Recall", "Stashed"}
