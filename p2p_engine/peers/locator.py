@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from p2p_engine.bounded import put_newest
+from p2p_engine.bounded import RateLimitedWarnings, put_newest
 from p2p_engine.config import EngineConfig
 from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.sockets import Route
@@ -27,8 +27,17 @@ from p2p_engine.wire.messages import CacheSpec, Location, Lookup, encode
 
 logger = logging.getLogger(__name__)
 
-MAX_REFUSED = 64  # instances of which the reason is remembered, and not logged again
+MAX_REFUSED = 64  # instances of which the reason is remembered, and logged once
 REFUSED_SECONDS = 600.0  # for so long a refusal is shown, after the last time that it was met
+
+
+@dataclass(frozen=True)
+class RefusedInstance:
+    """Why an instance is refused, until when that is shown, and whether the log has it."""
+
+    text: str
+    until: float
+    is_logged: bool
 
 
 @dataclass(eq=False)
@@ -62,8 +71,9 @@ class Locator(LinkListener):
         self._clock = clock
         self._known: dict[InstanceAddress, CacheSpec] = {}
         self._inquiries: dict[InstanceAddress, Inquiry] = {}
-        # Why, and until when it is shown.
-        self._refused: dict[InstanceAddress, tuple[str, float]] = {}
+        self._refused: dict[InstanceAddress, RefusedInstance] = {}
+        # A peer may say something else each time, or there may be more than are remembered.
+        self._warnings = RateLimitedWarnings(logger, clock)
 
     def ask(self, instance: InstanceAddress, told: Callable[[CacheSpec | P2pError], None]) -> None:
         """Call `told` with one rank's spec of an instance, or the error: now if it is known, else
@@ -102,16 +112,19 @@ class Locator(LinkListener):
             self._answer(instance, PeerRefused(f"peer {instance}: {text}"))
 
     def _note_refused(self, instance: InstanceAddress, text: str) -> None:
-        if self._refused.get(instance, ("",))[0] != text:
-            logger.warning("peer %s is refused, and prompts are computed here: %s", instance, text)
-        until = self._clock() + REFUSED_SECONDS
-        put_newest(self._refused, instance, (text, until), MAX_REFUSED)
+        known = self._refused.get(instance)
+        is_logged = known is not None and known.is_logged and known.text == text
+        is_logged = is_logged or self._warnings.warn(
+            "peer %s is refused, and prompts are computed here: %s", instance, text
+        )
+        refused = RefusedInstance(text, self._clock() + REFUSED_SECONDS, is_logged)
+        put_newest(self._refused, instance, refused, MAX_REFUSED)
 
     def refused_instances(self) -> dict[str, str]:
         """Return the addresses of the instances that are refused, and why. One that nobody has
         asked for in the last REFUSED_SECONDS may be gone, and is left out."""
         now = self._clock()
-        return {each.address: text for each, (text, until) in self._refused.items() if now < until}
+        return {each.address: it.text for each, it in self._refused.items() if now < it.until}
 
     def _differing_fields(self, message: Location) -> list[str]:
         try:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -21,7 +22,8 @@ from p2p_engine.peers import locator, sessions
 from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.peers.link import InstanceAddress, PeerAddress
 from p2p_engine.wire.identity import digest_of, pack
-from p2p_engine.wire.messages import PROTOCOL_VERSION, CacheSpec, PageShape, Plane
+from p2p_engine.wire.messages import PROTOCOL_VERSION, CacheSpec, Location, PageShape, Plane
+from tests.doubles.clock import Clock
 from tests.rigs.caches import Model, RankCache, Split
 from tests.rigs.engines import assert_idle, settings
 
@@ -155,6 +157,31 @@ def test_a_directory_says_which_fields_differ(caplog: pytest.LogCaptureFixture) 
         assert sender.stats()["refused_instances"] == {instance.address: said}
         assert_idle(sender, receiver)
     assert [each.levelname for each in caplog.records if said in each.message] == ["WARNING"]
+
+
+def test_refusals_fill_no_log_however_many_there_are(caplog: pytest.LogCaptureFixture) -> None:
+    """More peers than are remembered, or one that says something else each time. Each is logged
+    once, when its turn comes."""
+    clock = Clock(100.0)
+    asking = locator.Locator(settings("shm"), Mock(), 1, HERE.spec, {}, clock)
+
+    def meet(port: int, dtype: str = "bfloat16") -> None:
+        instance = InstanceAddress(f"127.0.0.1:{port}")
+        asking.ask(instance, lambda _: None)
+        spec = msgspec.structs.replace(HERE.spec, dtype=dtype)
+        asking.on_location(instance.address, Location(1, 1, 0, "", 1, spec))
+
+    for _ in range(2):
+        for port in range(1, 2 * locator.MAX_REFUSED):
+            meet(port)
+    for number in range(100):
+        meet(1, f"dtype-{number}")
+    assert len(caplog.messages) == 1
+    for num_lines in (2, 2):
+        clock.now += 10.0
+        meet(7)
+        assert len(caplog.messages) == num_lines
+    assert "127.0.0.1:7" in caplog.messages[-1]
 
 
 def test_a_refusal_that_nobody_meets_again_is_no_longer_shown(
