@@ -11,8 +11,9 @@ import msgspec
 
 from p2p_engine.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 8
-OLDEST_VERSION = 7  # that an engine of this version speaks, too
+# Up to 8, engines compared no identity. Proxies pair neighbours, so nobody has said 9.
+PROTOCOL_VERSION = 10
+OLDEST_VERSION = 9  # that an engine of this version speaks, too
 MAX_FRAME_BYTES = 1 << 16
 MAX_LAYERS = 1 << 10
 MAX_REASON = 500  # characters of a reason; fewer than a Text holds

@@ -1,4 +1,4 @@
-"""An engine that speaks the protocol as version 7 did, in a process of its own."""
+"""An engine that speaks the protocol's version before, in a process of its own."""
 
 from __future__ import annotations
 

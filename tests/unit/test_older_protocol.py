@@ -1,5 +1,5 @@
 """What engines of protocol version 7 said, as it was recorded, is still understood, and they can
-read what is said now."""
+read what is said now: as far as both need it to refuse each other by name."""
 
 from __future__ import annotations
 
@@ -75,8 +75,14 @@ def test_version_7_reads_a_message_with_more_fields() -> None:
     assert msgspec.msgpack.decode(frame, type=OldGone).generation == 3
 
 
+def test_versions_without_an_identity_and_later_ones_are_not_paired() -> None:
+    """Proxies of version 8 pair neighbours, too."""
+    assert not any(understand_each_other(8, version) for version in (9, PROTOCOL_VERSION))
+    assert PROTOCOL_VERSION > 8 + 1
+
+
 def test_a_version_and_the_one_before_work_together() -> None:
     versions = (None, OLDEST_VERSION - 1, OLDEST_VERSION, PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
     together = {pair for pair in product(versions, versions) if understand_each_other(*pair)}
-    neighbours = {(7, 8), (8, 7), (8, 9), (9, 8)}
+    neighbours = {(9, 10), (10, 9), (10, 11), (11, 10)}
     assert together == {(one, one) for one in versions} | neighbours

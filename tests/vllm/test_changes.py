@@ -123,7 +123,7 @@ def _change(fleet: Fleet, changing: ChangingFleet, asking: VllmLoad) -> list[Row
     prefill, older, steps = changing.prefill, changing.older, Steps(asking)
     assert changing.versions(prefill, older) == [PROTOCOL_VERSION, OLDEST_VERSION]
     wait_until_more_lands(older)
-    steps.end("version 7 decodes, and computes beside version 8")
+    steps.end(f"version {OLDEST_VERSION} decodes, and computes beside version {PROTOCOL_VERSION}")
 
     decode = changing.join(MemberRole.DECODE)
     wait_until_more_lands(decode)
