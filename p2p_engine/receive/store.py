@@ -238,13 +238,15 @@ class Store(SessionListener):
         landed. Who asks for the same prompt under another name of the weights does not wait for
         it."""
         unclaimed = [item for item in self._ledger.landings.values() if item.receive is None]
-        landed = [item for item in unclaimed if item.orphaned]
-        for content, epoch in {(item.content, item.id[0]) for item in unclaimed}:
-            reason = "the landed KV was dropped"
+        num_bytes = sum(item.nbytes for item in unclaimed if item.orphaned)
+        for item in unclaimed:
+            content, epoch, reason = item.content, item.id[0], "the landed KV was dropped"
             self._replies.leave_tombstone(content, reason, Cause.FAILED, epoch)
-            self._replies.fail_prompt(content, reason, epoch)
+            if item.is_owed:  # else its sender has been told, and says so when it is asked
+                self._replies.fail_prompt(content, reason, epoch)
+        for content in {item.content for item in unclaimed}:
             self._drop(content)
-        return sum(landing.nbytes for landing in landed)
+        return num_bytes
 
     # Messages from the sender
 
