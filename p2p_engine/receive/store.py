@@ -298,9 +298,9 @@ class Store(SessionListener):
         content, error = (offer.key, offer.binding), TransferRejected(reason)
         self._refuse((epoch, offer.seq), offer.attempt, error)
         receive = self._ledger.receives.get((offer.key, renamed(offer.binding, weights)))
-        if receive is None:
+        if receive is None and not offer.answers:  # else its sender waits to be asked again
             self._replies.fail_prompt(content, reason, epoch)
-        elif self._may_end(receive, epoch):
+        elif receive is not None and self._may_end(receive, epoch):
             self._stop_receive(receive, error)
         self._note_mismatch(content, epoch)
 
