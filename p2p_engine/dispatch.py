@@ -189,12 +189,13 @@ class Dispatch(PlaneListener):
         handler(peer, message)
 
     def _on_gone(self, link: Link, gone: Gone) -> None:
-        if self._store.is_over(gone.key, link.epoch, gone.generation, gone.binding):
+        content = (gone.key, gone.binding)
+        if self._store.is_over(content, link.epoch, gone.generation):
             return
         error = TransferRejected(f"{link.target}: {gone.reason}")
         for peer in self._links.names(link):
-            self._renewals.on_gone(peer, gone.key, gone.binding, link.epoch, error)
-        self._pulls.on_gone(gone.key, gone.binding, link.epoch, error)
+            self._renewals.on_gone(peer, content, link.epoch, error)
+        self._pulls.on_gone(content, link.epoch, error)
 
     def _on_offer(self, session: Session, offer: Offer) -> None:
         transport = self._transports.get(offer.transport)
@@ -213,9 +214,9 @@ class Dispatch(PlaneListener):
 
     def _on_abandon(self, session: Session, abandon: Abandon) -> None:
         error = TransferRejected(f"{session.address}: {abandon.reason}")
-        key, binding, epoch = abandon.key, abandon.binding, abandon.source_epoch
-        self._pulls.on_abandon(key, binding, epoch, abandon.generation, error)
-        self._sessions.reply(epoch, AbandonOk, (key, binding, abandon.generation))
+        content, epoch = (abandon.key, abandon.binding), abandon.source_epoch
+        self._pulls.on_abandon(content, epoch, abandon.generation, error)
+        self._sessions.reply(epoch, AbandonOk, (*content, abandon.generation))
 
     def _on_renew(self, session: Session, renew: Renew) -> None:
         self._sender.on_renew(renew.source_epoch, set(renew.contents))

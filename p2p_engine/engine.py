@@ -306,7 +306,7 @@ class P2pNcclEngine:
             LocalProtocolError: the key is more than a message can carry.
             PeerUnreachable: the peer's address is not host:port.
         """
-        check_fits(AbandonOk(0, 0, key, binding))
+        check_fits(AbandonOk(0, 0, key, binding, 0))
         content = (key, binding)
         with self._open():
             if not is_sent_again:

@@ -100,10 +100,9 @@ class Expectations:
         """Return the entry of an awaited content, or None."""
         return self._awaited.get(content)
 
-    def awaited_of(self, key: TransferKey, binding: bytes | None = None) -> list[Expected]:
-        """Return the entries of an awaited key: of one binding, or (None) of each."""
-        items = self._awaited_of_key.get(key)
-        return [item for item in items if binding in (None, item.binding)]
+    def awaited_of(self, key: TransferKey) -> list[Expected]:
+        """Return the entries of all awaited contents of a key."""
+        return list(self._awaited_of_key.get(key))
 
     def num_awaited(self) -> int:
         """Return how many contents are awaited."""

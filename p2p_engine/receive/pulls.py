@@ -24,7 +24,7 @@ from p2p_engine.peers.locator import Locator
 from p2p_engine.receive.expectations import AskedRank, Expectations, Expected
 from p2p_engine.receive.store import Store
 from p2p_engine.transfer import Transfer, note_stage
-from p2p_engine.wire.messages import CacheSpec, ContentKey, Release, TransferKey, Want
+from p2p_engine.wire.messages import CacheSpec, ContentKey, Release, Want
 
 WANTS_IN_A_LEASE = 4
 MAX_DOUBLINGS = 16
@@ -56,9 +56,9 @@ class Pulls(LinkListener):
         self._of_link: Index[Link, Expected] = Index()
         self._timers: Timers[Expected] = Timers()  # receives to ask for, or that have ended
         self._to_release: Index[Link, ContentKey] = Index()
-        # Contents (None: all of the key) that an engine has abandoned before they were awaited from
-        # it, and until when a receive asks it at once.
-        self._doubted: Notes[tuple[TransferKey, bytes | None, int], float] = Notes(budget)
+        # Contents that an engine has abandoned before they were awaited from it, and until when a
+        # receive asks it at once.
+        self._doubted: Notes[tuple[ContentKey, int], float] = Notes(budget)
 
     def add(
         self,
@@ -111,54 +111,47 @@ class Pulls(LinkListener):
         """Whether a receive, or a RELEASE that was not sent yet, needs a link."""
         return self._of_link.count(link) + self._to_release.count(link) > 0
 
-    def on_gone(self, key: TransferKey, binding: bytes | None, epoch: int, error: P2pError) -> None:
-        """Fail a receive: the peer does not have its content (any more). An older peer names only
-        the key, and fails all that is awaited from it under this key.
+    def on_gone(self, content: ContentKey, epoch: int, error: P2pError) -> None:
+        """Fail a receive: the peer does not have its content (any more).
 
         Raises:
             RemoteProtocolError: the peer was not asked for it.
         """
-        awaited = self._expectations.awaited_of(key, binding)
-        asked = [item for item in awaited if epoch in item.epochs]
-        if awaited and not asked:  # if nothing is awaited, it has ended by now
+        item = self._expectations.awaited(content)
+        if item is None:  # it has ended by now
+            return
+        if epoch not in item.epochs:
+            key = content[0]
             raise RemoteProtocolError(f"GONE of {key} from {epoch:x}, which was not asked for it")
-        for item in asked:  # what has arrived may complete one; the tick after its end lets it go
-            self._store.fail_content(item.content, error, said_by=epoch)
-            if item.transfer.done:
-                self._remove(item)
-                self._let_go(item)
+        # What has arrived may complete the receive; then the tick after its end lets it go.
+        self._store.fail_content(content, error, said_by=epoch)
+        if item.transfer.done:
+            self._remove(item)
+            self._let_go(item)
 
-    def on_abandon(
-        self,
-        key: TransferKey,
-        binding: bytes | None,
-        epoch: int,
-        generation: int,
-        error: P2pError,
-    ) -> None:
-        """Note that a peer will not complete a content, in attempts up to this generation; an older
-        peer names only the key, and means all. Each receive that awaits a content of the key from
-        there asks: the peer may have begun, or be about to begin, the attempt that the receive is
-        for; or it never will, as it knows the prompt as another content. A receive without a named
-        peer fails.
+    def on_abandon(self, content: ContentKey, epoch: int, generation: int, error: P2pError) -> None:
+        """Note that a peer will not complete a content, in attempts up to this generation. Each
+        receive that awaits a content of the key from there asks: the peer may have begun, or be
+        about to begin, the attempt that the receive is for; or it never will, as it knows the
+        prompt as another content. A receive without a named peer fails.
 
         Raises:
             RemoteProtocolError: it is awaited from another peer, or another one sends it.
         """
-        if self._store.is_over(key, epoch, generation, binding):
+        if self._store.is_over(content, epoch, generation):
             return
-        awaited = self._expectations.awaited_of(key, binding)
+        key, awaited = content[0], self._expectations.awaited(content)
         from_it = [item for item in self._expectations.awaited_of(key) if epoch in item.epochs]
         for item in from_it:
             self._ask_again(item, epoch)
-        if any(binding in (None, item.binding) for item in from_it):
+        if awaited in from_it:
             return
-        if not awaited:
-            self._store.on_abandon(key, binding, epoch, error)
-        elif all(item.epochs and 0 not in item.epochs for item in awaited):
+        if awaited is None:
+            self._store.on_abandon(content, epoch, error)
+        elif awaited.epochs and 0 not in awaited.epochs:
             raise RemoteProtocolError(f"ABANDON of {key} from {epoch:x}, which does not send it")
         until = self._clock() + self._config.lease_seconds
-        self._doubted.put((key, binding, epoch), until, epoch)
+        self._doubted.put((content, epoch), until, epoch)
 
     def link_ready(self, link: Link) -> None:
         """Send the RELEASEs and WANTs that waited for a link. What is awaited now is of a later
@@ -273,9 +266,8 @@ class Pulls(LinkListener):
     def _is_doubted(self, item: Expected, epoch: int, now: float) -> bool:
         """Whether an engine said before that it would not send this; it is asked, and is trusted
         again."""
-        key = item.transfer.key
-        doubts = [self._doubted.pop((key, name, epoch)) for name in (item.binding, None)]
-        return any(until is not None and until > now for until in doubts)
+        until = self._doubted.pop((item.content, epoch))
+        return until is not None and until > now
 
     def _ask_again(self, item: Expected, epoch: int) -> None:
         now = self._clock()

@@ -37,7 +37,6 @@ from p2p_engine.wire.messages import (
     CacheSpec,
     ContentKey,
     Renew,
-    TransferKey,
 )
 
 logger = logging.getLogger(__name__)
@@ -132,25 +131,14 @@ class Renewals(LinkListener):
         """Whether a peer is asked to keep anything."""
         return link.target in self._duties
 
-    def on_gone(
-        self,
-        peer: PeerAddress,
-        key: TransferKey,
-        binding: bytes | None,
-        epoch: int,
-        error: P2pError,
-    ) -> None:
-        """Note that a peer, the engine of this epoch, will not give a content, or not again; an
-        older one does not say which of its key."""
+    def on_gone(self, peer: PeerAddress, content: ContentKey, epoch: int, error: P2pError) -> None:
+        """Note that a peer, the engine of this epoch, will not give a content, or not again."""
         duty = self._duties.get(peer)
-        found = list(duty.contents.items()) if duty is not None else []
-        for name, kept in found:
-            if name[0] != key or binding not in (None, name[1]):
-                continue
-            if peer in kept.sources:
-                self._lose(kept, error, epoch)
-            else:
-                self._forget(peer, name)
+        kept = duty.contents.get(content) if duty is not None else None
+        if kept is not None and peer in kept.sources:
+            self._lose(kept, error, epoch)
+        else:
+            self._forget(peer, content)
 
     def link_ready(self, link: Link) -> None:
         """Let the next tick tell a peer everything. A restarted peer has lost what it held."""

@@ -29,7 +29,7 @@ from p2p_engine.wire.messages import (
 MAX_BINDINGS = 16  # of one key; a peer may name any number of them
 BINDING_BYTES = 256  # of one of them
 OUTCOME_BYTES = 300  # of an outcome or a tombstone, beside a note
-Generations: TypeAlias = dict[bytes | None, int]
+Generations: TypeAlias = dict[bytes, int]
 Reply: TypeAlias = Callable[[int, type[Message], tuple[Any, ...]], None]
 
 
@@ -170,7 +170,7 @@ class Replies:
     def refusal_of_offer(self, content: ContentKey, epoch: int, generation: int) -> str | None:
         """Return why an offer must be refused, or None; then it comes after all, or from another
         engine, and what ended before is forgotten."""
-        is_later = self.note_generation(*content, epoch, generation) > 0
+        is_later = self.note_generation(content, epoch, generation) > 0
         for name, tombstone in self._tombstones_of(content):
             if not is_later and tombstone.refuses_offer(epoch):
                 self.leave_tombstone(
@@ -188,17 +188,15 @@ class Replies:
             self._tombstones.pop(name)
         return [tombstone for _, tombstone in found]
 
-    def note_generation(
-        self, key: TransferKey, binding: bytes | None, epoch: int, generation: int
-    ) -> int:
-        """Note which attempt to send a key a sender speaks of; without a binding, whichever it is.
+    def note_generation(self, content: ContentKey, epoch: int, generation: int) -> int:
+        """Note which attempt to send a content a sender speaks of.
 
         Returns less than 0 if it has spoken of a later one, more than 0 if only of earlier ones,
         and 0 if of this one or none, or if it does not say.
         """
+        key, binding = content
         heard = self._generations.get((key, epoch)) or {}
-        names = heard if binding is None else heard.keys() & {binding, None}
-        known = max((heard[name] for name in names), default=0)
+        known = heard.get(binding, 0)
         if generation > known:
             put_newest(heard, binding, generation, MAX_BINDINGS)
             self._generations.put((key, epoch), heard, epoch, BINDING_BYTES * len(heard))

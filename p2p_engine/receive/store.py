@@ -194,37 +194,28 @@ class Store(SessionListener):
             self._replies.leave_tombstone(content, str(error), cause, said_by)
         self._drop(content)
 
-    def is_over(
-        self, key: TransferKey, epoch: int, generation: int, binding: bytes | None = None
-    ) -> bool:
-        """Note which attempt to send a key, or one content of it, a sender speaks of; returns
-        whether it has offered a later one."""
-        return self._replies.note_generation(key, binding, epoch, generation) < 0
+    def is_over(self, content: ContentKey, epoch: int, generation: int) -> bool:
+        """Note which attempt to send a content a sender speaks of; returns whether it has offered a
+        later one."""
+        return self._replies.note_generation(content, epoch, generation) < 0
 
-    def on_abandon(
-        self, key: TransferKey, binding: bytes | None, epoch: int, error: P2pError
-    ) -> None:
-        """Fail a content (None: all of the key) that a sender will not complete, if no receive
-        names its sender. The sender is believed if it has offered it, or if no sender has.
+    def on_abandon(self, content: ContentKey, epoch: int, error: P2pError) -> None:
+        """Fail a content that a sender will not complete, if no receive names its sender. The
+        sender is believed if it has offered it, or if no sender has.
 
         Raises:
             RemoteProtocolError: another sender has offered it.
         """
-        names = self._ledger.receives_of_key(key), self._ledger.of_key(key)
-        waiting = [item for item in names[0] if binding in (None, item.content[1])]
-        coming = [item for item in names[1] if binding in (None, item.content[1])]
-        senders = {item.id[0] for item in coming}.union(*(item.senders for item in waiting))
+        key, receive = content[0], self._ledger.receives.get(content)
+        senders = {item.id[0] for item in self._ledger.of_key(key) if item.content == content}
+        senders |= receive.senders if receive is not None else set()
         if senders and epoch not in senders:
             raise RemoteProtocolError(f"ABANDON of {key} from {epoch:x}, which does not send it")
-        for receive in waiting:
-            if not receive.senders or epoch in receive.senders:
-                self._stop_receive(receive, error)
-        contents = {item.content for item in coming if item.id[0] == epoch}
-        waited = {item.content for item in waiting}
-        for content in contents or ({(key, binding or b"")} if not waited else set()):
-            if content not in waited:
-                self._replies.leave_tombstone(content, str(error), Cause.ABANDONED, epoch)
-            self._drop(content, epoch)
+        if receive is None:
+            self._replies.leave_tombstone(content, str(error), Cause.ABANDONED, epoch)
+        elif not receive.senders or epoch in receive.senders:
+            self._stop_receive(receive, error)
+        self._drop(content, epoch)
 
     def sender_known(self, content: ContentKey) -> None:
         """Note that the sender of a content is known now: its earlier offers count."""

@@ -12,7 +12,7 @@ from p2p_engine.control.tick_parts import for_each
 from p2p_engine.control.timers import Timers
 from p2p_engine.peers.link import Link, PeerAddress
 from p2p_engine.peers.links import Links
-from p2p_engine.wire.messages import Abandon, ContentKey, TransferKey, shorten
+from p2p_engine.wire.messages import Abandon, ContentKey, shorten
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class Abandonments:
         self._links = links
         self._clock = clock
         self._items: dict[tuple[ContentKey, PeerAddress], Abandonment] = {}
-        self._of_key: Index[TransferKey, Abandonment] = Index()
+        self._of_content: Index[ContentKey, Abandonment] = Index()
         self._of_link: Index[Link, Abandonment] = Index()
         self._timers: Timers[Abandonment] = Timers()
 
@@ -63,18 +63,14 @@ class Abandonments:
         deadline = self._clock() + self._config.transfer_timeout_seconds
         item = Abandonment(content, link, reason, deadline, generation)
         self._items[content, peer] = item
-        self._of_key.add(content[0], item)
+        self._of_content.add(content, item)
         self._of_link.add(link, item)
         self._tell(item)
 
-    def on_heard(
-        self, link: Link, key: TransferKey, binding: bytes | None, generation: int | None
-    ) -> None:
-        """Stop: the peer has answered. An older one does not say which content of the key, nor up
-        to which generation."""
-        for item in self._of_key.get(key):
-            is_noted = generation is None or generation >= item.generation
-            if is_noted and item.link.epoch == link.epoch and binding in (None, item.content[1]):
+    def on_heard(self, link: Link, content: ContentKey, generation: int) -> None:
+        """Stop: the peer has noted that attempts up to this generation have ended."""
+        for item in self._of_content.get(content):
+            if generation >= item.generation and item.link.epoch == link.epoch:
                 self._remove(item)
 
     def link_ready(self, link: Link) -> None:
@@ -109,6 +105,6 @@ class Abandonments:
 
     def _remove(self, item: Abandonment) -> None:
         del self._items[item.content, item.link.target]
-        self._of_key.discard(item.content[0], item)
+        self._of_content.discard(item.content, item)
         self._of_link.discard(item.link, item)
         self._timers.cancel(item)

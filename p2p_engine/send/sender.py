@@ -173,7 +173,7 @@ class Sender(LinkListener):
 
     def on_abandon_ok(self, link: Link, message: AbandonOk) -> None:
         """Stop repeating ABANDON: the peer has answered."""
-        self._abandoned.on_heard(link, message.key, message.binding, message.generation)
+        self._abandoned.on_heard(link, (message.key, message.binding), message.generation)
 
     def on_grant(self, link: Link, message: Grant) -> None:
         """Start to write as soon as the source is ready.

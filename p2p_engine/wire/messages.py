@@ -415,21 +415,20 @@ class Cancelled(Message, tag="CANCELLED"):
 
 class Abandon(Message, tag="ABANDON"):
     """The sender will not complete this content, in attempts up to this `generation` (see OFFER).
-    Repeated until ABANDON_OK comes. Older engines do not say the binding."""
+    Repeated until ABANDON_OK comes."""
 
     key: TransferKey
     reason: Text
-    generation: U64 = 0
-    binding: Blob | None = None
+    generation: U64
+    binding: Blob
 
 
 class AbandonOk(Message, tag="ABANDON_OK"):
-    """Answer to ABANDON of attempts up to this `generation`: noted. Older engines do not say the
-    binding, nor the generation."""
+    """Answer to ABANDON of attempts up to this `generation`: noted."""
 
     key: TransferKey
-    binding: Blob | None = None
-    generation: U64 | None = None
+    binding: Blob
+    generation: U64
 
 
 class Want(Message, tag="WANT"):
@@ -445,8 +444,8 @@ class Want(Message, tag="WANT"):
     key: TransferKey
     binding: Blob
     is_pushed: bool = False
-    is_promised: bool = False  # older engines do not say it
-    attempt: U64 = 0  # nor this
+    is_promised: bool = False
+    attempt: U64 = 0
 
 
 class Renew(Message, tag="RENEW"):
@@ -461,12 +460,12 @@ class Renew(Message, tag="RENEW"):
 
 class Gone(Message, tag="GONE"):
     """Answer to WANT and RENEW: this content will not come from here, or not again, in attempts up
-    to this `generation` (see OFFER). Older engines do not say the binding."""
+    to this `generation` (see OFFER)."""
 
     key: TransferKey
     reason: Text
-    generation: U64 = 0
-    binding: Blob | None = None
+    generation: U64
+    binding: Blob
 
 
 class Release(Message, tag="RELEASE"):

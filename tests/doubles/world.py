@@ -599,9 +599,9 @@ class World:
             self.store.on_cancelled(epoch, message.seq, message.attempt)
         elif isinstance(message, Abandon):
             with contextlib.suppress(RemoteProtocolError):  # of a sender that was restarted since
-                key, binding = message.key, message.binding
-                if not self.store.is_over(key, epoch, message.generation, binding):
-                    self.store.on_abandon(key, binding, epoch, PeerLost("abandoned"))
+                content = (message.key, message.binding)
+                if not self.store.is_over(content, epoch, message.generation):
+                    self.store.on_abandon(content, epoch, PeerLost("abandoned"))
             self._reply(epoch, AbandonOk, (message.key, message.binding, message.generation))
 
     def _to_sender(self, link: Link, message: AnyMessage) -> None:

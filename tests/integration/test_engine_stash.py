@@ -389,7 +389,7 @@ def test_who_hears_gone_while_it_settles_releases_the_rest_at_its_end(rng: Seede
                 KEY, ours.sink(list(range(8)), 0), binding=b"x", peer=peer, pull=True, has_held=True
             )
             gone = TransferRejected("it is not held here any more")
-            receiver._parts.pulls.on_gone(KEY, b"x", sender.epoch, gone)
+            receiver._parts.pulls.on_gone((KEY, b"x"), sender.epoch, gone)
             assert not loading.done
         with pytest.raises(TransferRejected, match="not held here any more"):
             loading.wait(10)

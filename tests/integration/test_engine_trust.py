@@ -149,21 +149,21 @@ def test_the_answer_to_a_chunk_comes_from_who_it_is_for(
 def test_abandon_ok_of_another_peer_lets_the_news_be_repeated(scene: RogueScene) -> None:
     with scene.engine._parts.changed:  # before the peer's own answer
         scene.engine.abandon(KEY, scene.target, "over")
-        scene.answer(AbandonOk, KEY)
+        scene.answer(AbandonOk, KEY, b"", 1)
         assert scene.engine._parts.sender._abandoned
     eventually(lambda: not scene.engine._parts.sender._abandoned)
 
 
 def test_gone_is_believed_from_who_was_asked(scene: RogueScene) -> None:
     transfer, sink = scene.waiting()
-    scene.answer(Gone, KEY, "never was")
+    scene.answer(Gone, KEY, "never was", 0, b"")
     assert scene.num_wrong == 1
     scene.finish_waiting(transfer, sink)
 
 
 def test_abandon_is_believed_from_who_sends_the_key(scene: RogueScene) -> None:
     transfer, sink = scene.waiting()
-    scene.request(Abandon, KEY, "over")
+    scene.request(Abandon, KEY, "over", 0, b"")
     assert scene.num_wrong == 1
     scene.finish_waiting(transfer, sink)
 
@@ -171,7 +171,7 @@ def test_abandon_is_believed_from_who_sends_the_key(scene: RogueScene) -> None:
 def test_abandon_before_anybody_waits_counts_when_its_speaker_is_who_sends_the_key(
     scene: RogueScene,
 ) -> None:
-    scene.request(Abandon, KEY, "over")
+    scene.request(Abandon, KEY, "over", 0, b"")
     transfer, sink = scene.waiting()
     scene.finish_waiting(transfer, sink)
     second = TransferKey("request-2")
@@ -188,12 +188,12 @@ def test_abandon_before_the_sender_is_known_is_judged_when_it_is(scene: RogueSce
     with scene.engine._parts.changed:
         scene.engine._parts.links.session_over(scene.peer.epoch, TransferRejected("dial again"))
         transfer, sink = scene.waiting()
-        scene.request(Abandon, KEY, "over")
+        scene.request(Abandon, KEY, "over", 0, b"")
         second = TransferKey("request-2")
         failed = scene.engine.receive(second, TensorSink(), peer=scene.target, timeout=30)
-        scene.request(Abandon, second, "not theirs")
+        scene.request(Abandon, second, "not theirs", 0, b"")
         session = scene.engine._parts.sessions._sessions[scene.peer.epoch]
-        message = Abandon(scene.peer.epoch, scene.engine.epoch, second, "given up")
+        message = Abandon(scene.peer.epoch, scene.engine.epoch, second, "given up", 0, b"")
         scene.engine._parts.dispatch.on_frame(session.route, encode(message))
     with pytest.raises(TransferRejected, match="given up"):
         failed.wait(9)
@@ -205,7 +205,7 @@ def test_where_nobody_is_named_abandon_is_believed_from_who_has_offered(scene: R
     to_engine = PeerAddress(scene.engine.zmq_address)
     sending = scene.peer.send(KEY, to_engine, TensorSource(scene.tensor), ready=False)
     eventually(lambda: scene.engine._parts.store._ledger.landings)
-    scene.request(Abandon, KEY, "over")
+    scene.request(Abandon, KEY, "over", 0, b"")
     assert scene.num_wrong == 1
     scene.peer.mark_ready(sending)
     transfer.wait(9)
@@ -215,13 +215,13 @@ def test_where_nobody_is_named_and_nobody_has_offered_anybody_is_believed(
     scene: RogueScene,
 ) -> None:
     transfer, _ = scene.waiting(is_named=False)
-    scene.request(Abandon, KEY, "over")
+    scene.request(Abandon, KEY, "over", 0, b"")
     with pytest.raises(TransferRejected, match="over"):
         transfer.wait(9)
 
 
 def test_an_abandoned_key_may_still_come_from_another_peer(scene: RogueScene) -> None:
-    scene.request(Abandon, KEY, "over")
+    scene.request(Abandon, KEY, "over", 0, b"")
     to_engine = PeerAddress(scene.engine.zmq_address)
     scene.peer.send(KEY, to_engine, TensorSource(scene.tensor)).wait(9)
     assert torch.equal(scene.engine.recv_tensor(KEY, timeout=9), scene.tensor)

@@ -224,10 +224,10 @@ def test_what_a_peer_does_not_have_fails_once_and_is_remembered(world: RenewalsW
     world.renewals.keep(content(1), PEER)
     world.advance(1)
     error = TransferRejected("it was aborted")
-    world.renewals.on_gone(OTHER, *content(1), 9, error)
+    world.renewals.on_gone(OTHER, content(1), 9, error)
     assert not world.failed
-    world.renewals.on_gone(PEER, *content(1), 9, error)
-    world.renewals.on_gone(PEER, *content(1), 9, error)
+    world.renewals.on_gone(PEER, content(1), 9, error)
+    world.renewals.on_gone(PEER, content(1), 9, error)
     assert world.failed == [(content(1), error)]
     assert world.advance(50) == []
     assert world.expectations.is_kept(content(1))  # so that its tombstone stands
