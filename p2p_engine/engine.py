@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -83,6 +84,7 @@ class P2pNcclEngine:
         self.identity = identity or {}
         self._tensor_device = config.device  # transfers of send_tensor and recv_tensor
         self._closed = self._closing = False
+        self._pid = os.getpid()
         # Layers that callers have marked, and that are still to leave.
         self._marks: deque[tuple[Transfer, tuple[Moment, ...], int]] = deque()
         self._parts = parts = Parts(
@@ -596,7 +598,12 @@ class P2pNcclEngine:
         If a copy does not stop in time, its transfers stay open and all memory is kept: nobody may
         reuse memory that the copy still reads or writes. A thread that does not stop in time keeps
         its sockets. Both are logged; call `close` again.
+
+        In a forked child `close` does nothing: the engine's threads are not there, a lock that one
+        of them held stays held, and the sockets are the parent's. They close with the child.
         """
+        if os.getpid() != self._pid:
+            return
         with self._parts.changed:
             if self._closing:
                 return

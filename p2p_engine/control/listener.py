@@ -37,7 +37,6 @@ class Listener:
         check_files(START_FILES)
         self.is_short = False  # of descriptors
         self.turned_away = 0
-        self._owner = os.getpid()
         self._warnings = RateLimitedWarnings(logger)
         self._socket = _bind(host, ports)
         self.port: int = self._socket.getsockname()[1]
@@ -66,8 +65,7 @@ class Listener:
         """Close the socket and the reserved descriptor; idempotent."""
         self._give_up_reserve()
         with contextlib.suppress(OSError):  # closed already
-            if os.getpid() == self._owner:  # a forked child may keep a duplicate open
-                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)  # a forked child may have a duplicate
         self._socket.close()
 
     def _has_files(self) -> bool:

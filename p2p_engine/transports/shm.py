@@ -50,7 +50,6 @@ class ShmChannel(ArenaChannel):
         self._connection = connection
         self._control = control
         self._broken: Broken | None = None
-        self._owner = os.getpid()
         control.watch(connection.fileno(), self._hung_up)
 
     def watch(self, broken: Broken) -> None:
@@ -66,8 +65,7 @@ class ShmChannel(ArenaChannel):
         if self._connection.fileno() >= 0:
             self._control.unwatch(self._connection.fileno())
             with contextlib.suppress(OSError):  # the receiver has closed it
-                if os.getpid() == self._owner:  # a forked child may keep a duplicate open
-                    self._connection.shutdown(socket.SHUT_RDWR)
+                self._connection.shutdown(socket.SHUT_RDWR)  # a forked child may have a duplicate
             self._connection.close()
         return True
 

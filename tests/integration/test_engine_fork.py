@@ -10,8 +10,15 @@ import pytest
 WAYS = ("exit", "drop it", "close the engine", "unmap its memory")
 # One process forks for all ways, under an engine for each, because torch takes seconds to import.
 FORKING = """
-import gc, os, signal, sys, warnings
+import gc, os, signal, sys, threading, warnings
 from p2p_engine import EngineConfig, P2pNcclEngine
+
+
+def hold(lock, held, forked):
+    with lock:
+        held.set()
+        forked.wait()
+
 
 warnings.simplefilter("ignore")  # Python 3.12 warns of any fork beside threads
 config = EngineConfig(host="127.0.0.1", kv_buffer_size=2**24, mem_pool_size_gb=0.01)
@@ -20,6 +27,10 @@ for how in sys.argv[1:]:
     landing = engine._parts.arena
     while not landing.arena.report()["prefault"].startswith(str(landing.arena.nbytes)):
         pass  # until the prefault thread waits on its condition
+    held, forked = threading.Event(), threading.Event()  # the child has no thread to let go of it
+    holder = threading.Thread(target=hold, args=(engine._parts.changed, held, forked))
+    holder.start()
+    held.wait()
     child = os.fork()
     if child == 0:
         signal.alarm(30)  # ends a child that hangs
@@ -33,6 +44,8 @@ for how in sys.argv[1:]:
         elif how == "exit":
             sys.exit(0)
         os._exit(0)
+    forked.set()
+    holder.join()
     status = os.waitpid(child, 0)[1]
     print(f"{how}: {status} {engine.healthy}", flush=True)
     engine.close()
