@@ -134,7 +134,8 @@ class OneSided:
         other = self._fleet.start(MemberRole.BOTH, name=name, vllm_args=self._change.args)
         try:
             self._fleet.wait_ready(other, timeout=BOOT_SECONDS)
-            self._alone(other, self._questions()[0])
+            for question in self._questions():
+                self._alone(other, question)
         except (MemberLost, OSError) as error:
             if isinstance(error, MemberLost) and error.member is not other:
                 raise
@@ -146,7 +147,8 @@ class OneSided:
             self._fleet.stop(other)
 
     def _no_start(self, member: Member, error: Exception) -> dict[str, Any]:
-        """What is said of a server that has ended, answers no such request, or is late."""
+        """What is said of a server that has ended, also by a prompt of its own, answers no such
+        request, or is late."""
         why = _text_of(error)
         if isinstance(error, MemberLost):
             why = [str(member.process.end), *_ERROR.findall(_log_of(member))][-1]
