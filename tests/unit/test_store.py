@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import cast
@@ -22,10 +23,11 @@ from p2p_engine.memory.layout import TensorSink
 from p2p_engine.receive.ledger import LandingState
 from p2p_engine.receive.store import MAX_OWED, MISMATCH_GRACE_SECONDS
 from p2p_engine.transports.base import Transport
+from p2p_engine.wire.bindings import bind
 from p2p_engine.wire.messages import Cancelled, Manifest, Offer, TransferKey, decode
 from tests.doubles.world import MAX_BLOCKS, PEER, SETTINGS, World, WorldJob, right_block
 
-KEY = TransferKey("request-1")
+KEY, PROMPT = TransferKey("request-1"), b"p" * 16
 SETTINGS_OF_4_KIB = dataclasses.replace(
     SETTINGS, kv_buffer_size=4096, mem_pool_size_gb=4096 / (1 << 30)
 )
@@ -535,6 +537,41 @@ def test_dropped_landings_are_not_waited_for(world: World) -> None:
     assert world.landings() == []
     with pytest.raises(TransferRejected, match="dropped"):
         world.receive(KEY, b"", 0)
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["sender told", "sender not told"])
+def test_who_asks_under_another_name_for_what_was_dropped_waits_if_its_sender_knows(
+    shm: World, is_told: bool
+) -> None:
+    """The sender of a chunk that was given up answers who asks; of another one, it says no more."""
+    shm.send(KEY, bind(PROMPT, "step-1"), *ALL, ready=True)
+    converse(shm)
+    shm.move(shm.jobs[0], 512)
+    if is_told:
+        shm.now += SETTINGS.transfer_timeout_seconds
+        shm.store.tick(shm.now)
+        assert [item.state for item in shm.landings()] == [LandingState.QUARANTINED]
+    shm.store.drop_landed()
+    wait = contextlib.nullcontext() if is_told else pytest.raises(TransferRejected, match="dropped")
+    with wait:
+        shm.receive(KEY, bind(PROMPT, "step-2"), 0)
+    assert [item.transfer.done for item in shm.receivings] == [False] * is_told
+    shm.settle()
+
+
+@pytest.mark.parametrize("answers", [0, 1], ids=["pushed", "asked for"])
+def test_an_offer_of_other_weights_ends_a_later_wait_only_if_it_is_not_made_again(
+    shm: World, answers: int
+) -> None:
+    """Who has offered what was asked for waits to be asked again; a push is made once."""
+    manifest, binding = Manifest(0, 1, [512]), bind(PROMPT, "step-1")
+    offer = Offer(1, 0, 1, 1, KEY, manifest, binding, "sim", answers=answers)
+    shm.store.refuse_other(1, offer, "step-2", "weights: step-2 here, step-1 there")
+    wait = contextlib.nullcontext() if answers else pytest.raises(TransferRejected, match="weights")
+    with wait:
+        shm.receive(KEY, bind(PROMPT, "step-2"), 0)
+    assert [item.transfer.done for item in shm.receivings] == [False] * answers
+    shm.settle()
 
 
 def test_another_content_than_what_was_dropped_may_still_come(world: World) -> None:
