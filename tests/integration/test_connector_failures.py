@@ -433,3 +433,23 @@ def test_decode_hears_at_once_of_what_prefill_will_not_send(
     assert f"load failed: request={name}" in caplog.text
     assert caplog.text.rstrip().endswith(reason)
     pair.check_at_rest()
+
+
+@pytest.mark.parametrize("order", ["together", "prefill first"])
+@pytest.mark.parametrize("send_type", SEND_TYPES)
+def test_prefill_hears_at_once_of_what_decode_will_not_load(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, send_type: str, order: str
+) -> None:
+    """Otherwise, with GET, it would hold the blocks for a lease that is longer than the test."""
+
+    def refuse(request: object) -> None:
+        raise InvalidParams("the adapter was replaced", Reason.UNSUPPORTED)
+
+    pair = make_pair(send_type=send_type, policy="recompute", lease_seconds=60.0)
+    monkeypatch.setattr(pair.d.connector._planner, "_refuse_unsupported", refuse)
+    prompt = prompt_of(100)
+    name = pair.ask(prompt, order=order)
+    pair.run(timeout=8)
+    assert pair.d.num_computed_prompt_tokens[name] == len(prompt)
+    pair.check_answers()
+    pair.check_at_rest()
