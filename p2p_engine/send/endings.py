@@ -83,8 +83,8 @@ class Endings:
 
     def __init__(self, budget: Budget) -> None:
         self._endings: Notes[ContentKey, Ending] = Notes(budget)
-        # Keys of which a content was given up, and none has begun since.
-        self._over: Notes[TransferKey, None] = Notes(budget)
+        # Keys of which a content was given up, and none has begun since; and why.
+        self._over: Notes[TransferKey, str] = Notes(budget)
         # Of keys that have no next attempt: stashes.
         self._final: Notes[TransferKey, Ending] = Notes(budget)
 
@@ -127,7 +127,7 @@ class Endings:
             ending.has_ended = True
             ending.generation = max(ending.generation, generation)
             if not is_served:
-                self._over.put(content[0], None)
+                self._over.put(content[0], ending.reason, nbytes=heap_bytes(ending.reason))
         self._endings.put(content, ending, nbytes=ending.nbytes)
         return ending
 
@@ -193,9 +193,9 @@ class Endings:
         ending = self._final.get(content[0]) or self._endings.get(content)
         return ending is not None and ending.has_ended
 
-    def is_over(self, key: TransferKey) -> bool:
-        """Whether a content of a key was given up here, and none has begun since."""
-        return key in self._over
+    def why_over(self, key: TransferKey) -> str:
+        """Return why a content of a key was given up here, if none has begun since; else ""."""
+        return self._over.get(key) or ""
 
     def is_final(self, key: TransferKey) -> bool:
         """Whether nothing of a key will come from here, or not again, whoever asks for it."""

@@ -407,8 +407,8 @@ class Holds(SessionListener):
         held, reason = self._of_key.get(content[0]), ""
         if any(_rank_of(want.spec) not in item.served for item in held):
             reason = "held for another content: the prompts differ"
-        elif self._endings.is_over(content[0]):
-            reason = "another content was given up: another prompt, or of other weights"
+        elif why := self._endings.why_over(content[0]):
+            reason = f"another content (another prompt, or of other weights) was given up: {why}"
         elif is_pushed:
             return
         if reason:

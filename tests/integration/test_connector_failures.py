@@ -424,7 +424,8 @@ def test_decode_hears_at_once_of_what_prefill_will_not_send(
     if not is_alike:
         party = planner._party
         monkeypatch.setattr(planner, "_party", lambda *given: of_another_prompt(party(*given)))
-        reason = "another content was given up: another prompt, or of other weights"
+        named = f"InvalidParams: {reason}"
+        reason = f"another content (another prompt, or of other weights) was given up: {named}"
     prompt = prompt_of(100)
     name = pair.ask(prompt, order=order)
     pair.run(timeout=8)

@@ -50,6 +50,7 @@ _NAMED = re.compile(
     r"|(?P<weights>weights: \S+ here, \S+ there)"
     r"|(?P<content>the peer's content is another one.*)"
     r"|computed locally: .*reason=(?P<reason>.*)"
+    r"|(?P<given_up>another content \(.*\) was given up: .*)"
 )
 _ERROR = re.compile(
     r"(?:\w+Error|\w+Exception|error|Value error)[:,] "

@@ -159,12 +159,12 @@ def test_a_chunk_that_is_sent_leaves_what_a_peer_has_released() -> None:
 def test_a_key_is_over_until_something_of_it_begins() -> None:
     endings = Endings(Budget())
     endings.end(CONTENT, "it was pulled already", is_served=True)
-    assert not endings.is_over(KEY)
+    assert not endings.why_over(KEY)
     for generation, begin in enumerate((endings.begin, endings.forget_ended), 1):
         endings.end(CONTENT, "it was aborted", generation=generation)
-        assert endings.is_over(KEY)
+        assert endings.why_over(KEY) == "it was aborted"
         begin(OTHER)
-        assert not endings.is_over(KEY)
+        assert not endings.why_over(KEY)
 
 
 def test_what_has_ended_is_known_also_when_it_is_sent_again() -> None:
