@@ -24,9 +24,9 @@ class Scene:
     env: tuple[tuple[str, str], ...] = ()
 
 
-# vLLM 0.32's kernel of RoPE for CPUs turns keys that are slices of rows, as those beside latents are,
-# as if they lay close together: alone, too, an answer changes with the length of what comes behind.
-# So RoPE is computed without that kernel.
+# vLLM 0.32's kernel of RoPE for CPUs turns keys that are slices of rows, as those beside latents,
+# as if they lay close together: alone, too, an answer changes with the length of what comes
+# behind. So RoPE is computed without that kernel.
 _NO_KERNELS = '--compilation-config={"custom_ops":["none"]}'
 _LORA = "--enable-lora --max-lora-rank=8 --lora-modules ada=@adapter"
 SCENES = {
