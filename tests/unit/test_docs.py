@@ -244,8 +244,8 @@ def test_every_rate_of_the_readme_is_in_the_record_that_it_names() -> None:
         for case, raw in cases.items()
     }
     nixl, cold = record["1024 KiB", "nixl"], record["cold, at once", "shm"]
-    spread = f"between {nixl['gb_per_s_min']:.1f} and {nixl['gb_per_s_max']:.1f}"
-    assert f"at 1 MiB, NIXL's lie {spread}" in unwrapped("README.md")
+    spread = f"from {nixl['gb_per_s_min']:.1f} to {nixl['gb_per_s_max']:.1f}"
+    assert f"NIXL's at 1 MiB {spread}" in unwrapped("README.md")
     assert f"after a start reach {cold['gb_per_s_median']} GB/s" in unwrapped("README.md")
 
 
