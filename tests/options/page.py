@@ -77,7 +77,7 @@ def _body(lines: Mapping[str, Line]) -> Iterator[str]:
 def _plain(text: str) -> str:
     """Return a text that fits into a cell."""
     words = " ".join(text.replace("|", "/").replace("<", "&lt;").split())
-    return words if len(words) <= MAX_CELL else re.sub(r"\w+$", "", words[:MAX_CELL]) + "…"
+    return words if len(words) <= MAX_CELL else re.sub(r"[\w`-]+$", "", words[:MAX_CELL]) + "…"
 
 
 if __name__ == "__main__":
