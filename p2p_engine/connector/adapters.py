@@ -11,13 +11,13 @@ import dataclasses
 import hashlib
 import logging
 import os
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2p_engine.connector import compat
+from p2p_engine.wire.bindings import no_name
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -43,7 +43,7 @@ class _LoadedAdapter:
 
     path: str
     obstacle: str = ""
-    name: str = field(default_factory=lambda: f"unknown-{secrets.token_hex(8)}")
+    name: str = field(default_factory=no_name)
     files: tuple[str, ...] = ()
     stamps: Stamps = ()
 
