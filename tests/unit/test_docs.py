@@ -11,6 +11,7 @@ import re
 import shlex
 import statistics
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -49,6 +50,12 @@ def names_defined_in(tree: ast.AST, prefix: str = "") -> set[str]:
     return names
 
 
+@cache
+def names_in(text: str) -> set[str]:
+    """Name all that a file defines; many lines of a page name one file."""
+    return names_defined_in(ast.parse(text))
+
+
 def candidates(path: str, document: str) -> list[Path]:
     """Return the file of this path; a bare name is looked for beside the document and in all
     packages."""
@@ -64,7 +71,7 @@ def holds(path: Path, name: str | None) -> bool:
         return path.exists()
     text = path.read_text()
     if path.suffix == ".py":
-        return name in names_defined_in(ast.parse(text))
+        return name in names_in(text)
     return re.search(rf"^(\w+[ *]+)?{name}\(", text, re.MULTILINE) is not None
 
 
