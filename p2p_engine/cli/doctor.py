@@ -45,7 +45,8 @@ from p2p_engine.sizing import MIB, Room, device_memory, has_landing_memory
 from p2p_engine.transfer_config import TransferConfig, extra_of, is_multi, our_config
 
 PROXY_PORTS = (10001, 30001)
-_CONNECT_SECONDS = 2.0
+_CONNECT_SECONDS = 2.0  # to connect to a proxy, and again for its greeting
+_ZMQ_SIGNATURE = b"\xff\x7f"  # the first and the tenth byte of a greeting
 _ANY_CAPABILITY = 90  # that every release of NVRTC knows
 
 
@@ -167,17 +168,30 @@ def check_port(host: str, port: int, what: str) -> Finding:
 
 
 def check_proxy(host: str, port: int) -> Finding:
-    """Check that a proxy listens at the address for heartbeats; blocks for up to 2 seconds."""
+    """Check that a proxy takes registrations there; blocks for up to 4 seconds after the look-up of
+    the name."""
     where = f"{host}:{port}"
     try:
-        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+        with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as link:
+            greeting = _greeting(link)
     except socket.gaierror as error:
         return change("proxy", f"{host}: {error.strerror}", "proxy_ip must be a name or address")
     except OSError as error:
         return note(
             "proxy", f"{where}: {error.strerror or error}", "start it with p2p-engine proxy"
         )
-    return ok("proxy", f"{where} answers")
+    if greeting[:1] + greeting[9:] != _ZMQ_SIGNATURE:
+        remedy = "proxy_port is the proxy's --registration-port (30001), not its HTTP port"
+        return change("proxy", f"{where} takes no registrations", remedy)
+    return ok("proxy", f"{where} takes registrations")
+
+
+def _greeting(link: socket.socket) -> bytes:
+    """Return the ten bytes with which a ZMQ socket greets whoever connects; less from others."""
+    try:
+        return link.recv(10)
+    except OSError:  # it says nothing, or has ended the connection
+        return b""
 
 
 def check_memory(

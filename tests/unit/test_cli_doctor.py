@@ -6,9 +6,11 @@ import io
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import zmq
 from rich.console import Console
 
 from p2p_engine.cli import doctor, installation
@@ -26,6 +28,12 @@ GIB = 1 << 30
 def listener() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield int(server.getsockname()[1])
+
+
+@pytest.fixture
+def registration_port() -> Iterator[int]:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        yield router.bind_to_random_port("tcp://127.0.0.1")
 
 
 def of_subject(findings: list[Finding], subject: str) -> Finding:
@@ -110,8 +118,26 @@ def test_an_address_of_another_machine_must_change() -> None:
     assert "address of this machine" in finding.remedy
 
 
-def test_a_proxy_that_answers(listener: int) -> None:
-    assert doctor.check_proxy("127.0.0.1", listener).level is Level.OK
+def test_a_proxy_that_answers(registration_port: int) -> None:
+    assert doctor.check_proxy("127.0.0.1", registration_port).level is Level.OK
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\xff"])
+def test_a_proxy_port_that_takes_no_registrations_must_change(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the proxy's HTTP port, which says nothing unless asked; or a port that only begins as one
+    of ZMQ's."""
+    monkeypatch.setattr(doctor, "_CONNECT_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as threads:
+        answered = threads.submit(lambda: server.accept()[0])
+        port = server.getsockname()[1]
+        answered.add_done_callback(lambda peer: peer.result().sendall(said))
+        finding = doctor.check_proxy("127.0.0.1", port)
+        answered.result().close()
+    assert finding.level is Level.CHANGE
+    assert f"127.0.0.1:{port} takes no registrations" in finding.state
+    assert "not its HTTP port" in finding.remedy
 
 
 def test_a_proxy_that_is_not_there_yet(free_port: int) -> None:
@@ -157,8 +183,8 @@ def test_locked_memory_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ulimit -l" in finding.remedy
 
 
-def test_a_good_configuration(listener: int, free_port: int) -> None:
-    proxy = {"proxy_ip": "127.0.0.1", "proxy_port": listener}
+def test_a_good_configuration(registration_port: int, free_port: int) -> None:
+    proxy = {"proxy_ip": "127.0.0.1", "proxy_port": registration_port}
     extra = {"host": "127.0.0.1", "http_port": free_port, **proxy}
     config = {
         "kv_connector": "P2pNcclConnector",
