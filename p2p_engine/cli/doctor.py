@@ -43,6 +43,7 @@ from p2p_engine.memory.host import (
 )
 from p2p_engine.sizing import MIB, Room, device_memory, has_landing_memory
 from p2p_engine.transfer_config import TransferConfig, extra_of, is_multi, our_config
+from p2p_engine.wire.addresses import is_any_address
 
 PROXY_PORTS = (10001, 30001)
 _CONNECT_SECONDS = 2.0  # to connect to a proxy, and again for its greeting
@@ -151,6 +152,9 @@ def _check_addresses(settings: EngineConfig) -> Iterator[Finding]:
         host = settings.http_host or settings.host
         yield check_port(host, settings.http_port, "http_port (vLLM's --port)")
     for host in settings.proxy_hosts:
+        if is_any_address(host):
+            state = f"{host} leads each instance to its own host"
+            yield note("proxy_ip", state, "write the address of the proxy's host")
         yield check_proxy(host, settings.proxy_port)
     if not settings.proxy_hosts:
         yield note("proxy", "none configured", "instances without proxy_ip register with nobody")

@@ -197,6 +197,22 @@ def test_a_good_configuration(registration_port: int, free_port: int) -> None:
     assert of_subject(findings, "configuration").state == "kv_producer, PUT_ASYNC"
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*"])
+def test_a_proxy_ip_that_is_each_instance_itself_is_named(
+    host: str, registration_port: int, free_port: int
+) -> None:
+    """As in vLLM's own examples: it leads to a proxy on the same host only."""
+    proxy = {"proxy_ip": host, "proxy_port": registration_port, "http_port": free_port}
+    config = {
+        "kv_connector": "P2pNcclConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"host": "127.0.0.1", **proxy},
+    }
+    finding = of_subject(list(doctor.check_config(config, 1)), "proxy_ip")
+    assert finding.level is Level.NOTE
+    assert f"{host} leads each instance to its own host" in finding.state
+
+
 def test_an_old_configuration_is_sent_to_rewrite(free_port: int) -> None:
     config = {
         "kv_connector": "P2pNcclConnector",
