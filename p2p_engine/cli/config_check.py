@@ -23,6 +23,7 @@ from p2p_engine.transfer_config import (
     single_connectors,
 )
 
+MODULE_PATH = "kv_connector_module_path"
 # All fields of vLLM's KVTransferConfig, which refuses any other key.
 TOP_LEVEL_KEYS = frozenset(
     {
@@ -31,7 +32,7 @@ TOP_LEVEL_KEYS = frozenset(
         "kv_buffer_device",
         "kv_connector",
         EXTRA,
-        "kv_connector_module_path",
+        MODULE_PATH,
         "kv_load_failure_policy",
         "kv_port",
         "kv_role",
@@ -89,6 +90,12 @@ def _of_any(config: TransferConfig) -> Iterator[str]:
 def _of_ours(config: TransferConfig) -> Iterator[str]:
     if config.get("kv_connector") != CONNECTOR:
         yield f"kv_connector is {config.get('kv_connector')!r}; ours is {CONNECTOR!r}"
+    path = str(config.get(MODULE_PATH) or "")
+    if path.startswith("vllm."):
+        yield (
+            f"{MODULE_PATH} is {path!r}: vLLM looks for {CONNECTOR} there, where it is no longer, "
+            "and not in this package; remove the key"
+        )
     yield from filter(None, [port_problem(config)])
     try:
         extra = extra_of(config)

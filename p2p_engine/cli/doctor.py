@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from p2p_engine.cli.config_check import config_problems, has_old_keys, port_problem
+from p2p_engine.cli.config_check import MODULE_PATH, config_problems, has_old_keys, port_problem
 from p2p_engine.cli.devices import GIB, visible_gpus
 from p2p_engine.cli.display import busy
 from p2p_engine.cli.findings import Finding, change, note, ok, show
@@ -115,6 +115,10 @@ def check_config(config: TransferConfig, tp_size: int) -> Iterator[Finding]:
 
 
 def _check_needs(ours: TransferConfig, settings: EngineConfig, tp_size: int) -> Iterator[Finding]:
+    path = str(ours.get(MODULE_PATH) or "p2p_engine.")
+    if not path.startswith(("p2p_engine.", "vllm.")):
+        state = f"vLLM takes the connector from {path}, not from this package"
+        yield note(MODULE_PATH, state, "remove it, unless that module brings this connector")
     yield check_key(settings, listens_on=settings.host if "host" in _settings_of(ours) else "")
     port = str(ours.get("kv_port", DEFAULT_KV_PORT))
     if port.isdecimal() and not port_problem(ours):

@@ -213,6 +213,33 @@ def test_a_proxy_ip_that_is_each_instance_itself_is_named(
     assert f"{host} leads each instance to its own host" in finding.state
 
 
+@pytest.mark.parametrize(
+    ("path", "level"),
+    [
+        ("vllm.distributed.kv_transfer.kv_connector.v1.p2p.p2p_nccl_connector", Level.CHANGE),
+        ("somebody.connector", Level.NOTE),
+        ("p2p_engine.connector", Level.OK),
+    ],
+)
+def test_a_module_that_wins_over_ours_is_named(path: str, level: Level) -> None:
+    ours = {"kv_connector": "P2pNcclConnector", "kv_role": "kv_both"}
+    extra = {"host": "127.0.0.1"}
+    config = {**ours, "kv_connector_module_path": path, "kv_connector_extra_config": extra}
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [config]},
+    }
+    for given in (config, multi):
+        findings = [
+            finding
+            for finding in doctor.check_config(given, 1)
+            if finding.subject in ("configuration", "kv_connector_module_path")
+        ]
+        assert level in {finding.level for finding in findings}
+        assert any(path in finding.state for finding in findings) == (level is not Level.OK)
+
+
 def test_an_old_configuration_is_sent_to_rewrite(free_port: int) -> None:
     config = {
         "kv_connector": "P2pNcclConnector",
