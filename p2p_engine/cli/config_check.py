@@ -57,15 +57,6 @@ def config_problems(config: TransferConfig) -> list[str]:
     return [*problems, *_of_siblings(config)]
 
 
-def has_old_keys(config: TransferConfig) -> bool:
-    """Tell whether the configuration, or an entry of it, has a key that vLLM refuses."""
-    try:
-        below = children(config)
-    except ConfigError:
-        below = []
-    return not config.keys() <= TOP_LEVEL_KEYS or any(map(has_old_keys, below))
-
-
 def port_problem(config: TransferConfig) -> str | None:
     """Return the error in kv_port, or None."""
     port = config.get("kv_port", 0)

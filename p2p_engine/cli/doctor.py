@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from p2p_engine.cli.config_check import MODULE_PATH, config_problems, has_old_keys, port_problem
+from p2p_engine.cli.config_check import MODULE_PATH, config_problems, port_problem
 from p2p_engine.cli.devices import GIB, visible_gpus
 from p2p_engine.cli.display import busy
 from p2p_engine.cli.findings import Finding, change, note, ok, show
@@ -99,12 +99,8 @@ def check_descriptors(limit: int) -> Finding:
 def check_config(config: TransferConfig, tp_size: int) -> Iterator[Finding]:
     """Check one instance's --kv-transfer-config, and its needs on this machine."""
     problems = config_problems(config)
-    old = has_old_keys(config)
-    remedy = (
-        "p2p-engine doctor --rewrite does it" if old else "docs/configuration.md has all settings"
-    )
     for problem in problems:
-        yield change("configuration", problem, remedy)
+        yield change("configuration", problem, "docs/configuration.md has all settings")
     with contextlib.suppress(ConfigError):
         ours = our_config(config)
         settings = EngineConfig.from_extra_config(_settings_of(ours), num_local_ranks=tp_size)

@@ -240,16 +240,22 @@ def test_a_module_that_wins_over_ours_is_named(path: str, level: Level) -> None:
         assert any(path in finding.state for finding in findings) == (level is not Level.OK)
 
 
-def test_an_old_configuration_is_sent_to_rewrite(free_port: int) -> None:
+def test_a_remedy_is_true_and_said_once() -> None:
     config = {
         "kv_connector": "P2pNcclConnector",
         "kv_role": "kv_producer",
-        "kv_port": str(free_port),
-        "kv_buffer_size": "1e9",
+        "enable_async_transfers": True,
+        "kv_rank": 0,
+        "kv_connector_extra_config": {"send_type": "put_async"},
     }
-    finding = of_subject(list(doctor.check_config(config, 1)), "configuration")
-    assert finding.level is Level.CHANGE
-    assert "--rewrite" in finding.remedy
+    findings = [item for item in doctor.check_config(config, 1) if item.level is Level.CHANGE]
+    with Console(width=400, force_terminal=False, record=True) as console:
+        assert show(findings, console) == 1
+    text = console.export_text()
+    assert "allowed: PUT, PUT_ASYNC, GET" in text
+    assert "kv_rank: vLLM refuses this key" in text
+    assert "enable_async_transfers: vLLM refuses this key" in text
+    assert text.count("Change configuration:") == 1
 
 
 def test_transports_work_here() -> None:
