@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from p2p_engine.cli.old_settings import REMOVED_KEYS
 from p2p_engine.config import EXTRA_KEYS, EngineConfig
 from p2p_engine.errors import ConfigError
 from p2p_engine.transfer_config import (
@@ -73,7 +74,8 @@ def is_variable(value: object) -> bool:
 def _of_any(config: TransferConfig) -> Iterator[str]:
     allowed = ", ".join(sorted(TOP_LEVEL_KEYS))
     for key in sorted(config.keys() - TOP_LEVEL_KEYS):
-        yield f"{key}: vLLM refuses this key; allowed: {allowed}"
+        instead = REMOVED_KEYS.get(key, f"vLLM refuses this key; allowed: {allowed}")
+        yield f"{key}: {instead}"
     if config.get("kv_role") not in KV_ROLES:
         yield f"kv_role is {config.get('kv_role')!r}; allowed: {', '.join(KV_ROLES)}"
 

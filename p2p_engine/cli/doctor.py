@@ -21,7 +21,6 @@ from p2p_engine.cli.display import busy
 from p2p_engine.cli.findings import Finding, change, note, ok, show
 from p2p_engine.cli.installation import check_installation
 from p2p_engine.cli.ports import is_port_free
-from p2p_engine.cli.rewrite import rewrite
 from p2p_engine.config import (
     DEFAULT_KV_PORT,
     GPU_TRANSPORTS,
@@ -75,17 +74,6 @@ def run_doctor(
     if model:
         findings.append(check_model(model, tp_size))
     return show(findings, console)
-
-
-def run_rewrite(text: str, console: Console) -> int:
-    """Print the changes on the console and the new text on stdout; 1 if the user must decide
-    something."""
-    result = rewrite(text)
-    for title, lines in (("changed", result.changes), ("decide", result.problems)):
-        for line in lines:
-            console.print(f"{title}: {line}", markup=False, highlight=False, soft_wrap=True)
-    print(result.text)
-    return int(bool(result.problems))
 
 
 def check_descriptors(limit: int) -> Finding:

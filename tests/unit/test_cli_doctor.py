@@ -22,6 +22,7 @@ from p2p_engine.gpu import cuda
 from tests.doubles.gpu import GpuDouble
 
 GIB = 1 << 30
+OURS = {"kv_connector": "P2pNcclConnector", "kv_role": "kv_producer", "kv_port": 21001}
 
 
 @pytest.fixture
@@ -240,6 +241,31 @@ def test_a_module_that_wins_over_ours_is_named(path: str, level: Level) -> None:
         assert any(path in finding.state for finding in findings) == (level is not Level.OK)
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"kv_role": "kv_prefill"}, "kv_role is 'kv_prefill'; allowed: kv_producer"),
+        ({"kv_connector": "PyNcclConnector"}, "ours is 'P2pNcclConnector'"),
+        ({"kv_speed": 3}, "kv_speed: vLLM refuses this key"),
+        ({"kv_connector_extra_config": {"send_type": "PUSH"}}, "send_type='PUSH'"),
+        (
+            {"kv_connector_extra_config": {"proxy_ip": "h", "proxy_port": 1}},
+            "http_port is required",
+        ),
+        ({"kv_connector_extra_config": {"proxi_ip": "h"}}, "unknown key 'proxi_ip'"),
+        ({"kv_connector_extra_config": "{}"}, "is '{}'; allowed: a JSON object"),
+        ({"kv_port": 65536}, "kv_port is 65536; allowed: 0 to 65535"),
+        ({"kv_port": -1}, "kv_port is -1"),
+        ({"kv_port": 1.5}, "kv_port is 1.5"),
+        ({"kv_port": None}, "kv_port is None"),
+        ({"kv_port": "first"}, "kv_port is 'first'"),
+    ],
+)
+def test_each_problem_of_a_configuration_is_said(change: dict[str, object], problem: str) -> None:
+    (found,) = config_problems({**OURS, **change})
+    assert problem in found
+
+
 def test_a_remedy_is_true_and_said_once() -> None:
     config = {
         "kv_connector": "P2pNcclConnector",
@@ -253,8 +279,8 @@ def test_a_remedy_is_true_and_said_once() -> None:
         assert show(findings, console) == 1
     text = console.export_text()
     assert "allowed: PUT, PUT_ASYNC, GET" in text
-    assert "kv_rank: vLLM refuses this key" in text
-    assert "enable_async_transfers: vLLM refuses this key" in text
+    assert "kv_rank: remove it; vLLM refuses this key" in text
+    assert "enable_async_transfers: remove it; vLLM refuses this key" in text
     assert text.count("Change configuration:") == 1
 
 
@@ -372,14 +398,6 @@ def test_the_long_look_at_vllm_is_announced_without_a_terminal(
     monkeypatch.setattr(doctor, "check_installation", look)
     doctor.run_doctor(None, "", 1, console)
     assert "importing vLLM" in announced[0]
-
-
-def test_rewrite_prints_the_new_text_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    old = {"kv_connector": "P2pNcclConnector", "kv_role": "kv_both", "kv_rank": 1}
-    assert doctor.run_rewrite(json.dumps(old), Console(stderr=True)) == 0
-    captured = capsys.readouterr()
-    assert "kv_rank" not in json.loads(captured.out)
-    assert "changed: kv_rank: dropped" in captured.err
 
 
 @pytest.mark.parametrize(
