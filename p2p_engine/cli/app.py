@@ -30,9 +30,9 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 _UNBOUNDED_COLUMNS = 160  # without a terminal, lines must not be wrapped
 
 
-def _console(*, stderr: bool = False) -> Console:
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=_UNBOUNDED_COLUMNS)
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=_UNBOUNDED_COLUMNS)
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -410,16 +410,19 @@ def bench(
 
 @app.command()
 def doctor(
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE...", help="Of any kind, for --migrate.")
+    ] = None,
     kv_transfer_config: TransferConfig = None,
     model: Annotated[str, typer.Option(help="A model's name or folder.")] = "",
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size.")] = 1,
     gpu_memory: GpuMemory = 0.0,
     gpu_memory_utilization: GpuMemoryUtilization = 0.92,
     kv_cache_memory_bytes: KvCacheMemoryBytes = 0,
-    rewrite: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="An old command line or --kv-transfer-config."),
-    ] = None,
+    migrate: Annotated[
+        bool,
+        typer.Option("--migrate", help="Only read launch files of the old connector or of NIXL's."),
+    ] = False,
     pair: Annotated[
         str,
         typer.Option(
@@ -431,16 +434,21 @@ def doctor(
 ) -> None:
     """Check the installation and a configuration; exit code 1 if something must change.
 
-    With --rewrite, print an old launch command in the form that current vLLM takes. With --pair,
-    only ask running instances, and name what differs.
+    With --migrate, only say by line what of launch files no longer holds, and what to write
+    instead; exit code 2 if the settings of a connector that a file names are not understood. With
+    --pair, only ask running instances, and name what differs.
     """
     from p2p_engine.cli.devices import find_room
-    from p2p_engine.cli.doctor import run_doctor, run_rewrite
+    from p2p_engine.cli.doctor import run_doctor
 
-    if rewrite is not None:
+    if migrate != bool(files):
+        raise typer.BadParameter("--migrate needs files, and only --migrate takes some")
+    if files:
+        from p2p_engine.cli.migrate import run_migrate
+
         try:
-            raise typer.Exit(run_rewrite(rewrite, _console(stderr=True)))
-        except ValueError as error:
+            raise typer.Exit(run_migrate(files, _console()))
+        except (OSError, ConfigError) as error:
             raise typer.BadParameter(str(error)) from error
     if pair:
         from p2p_engine.cli.pairing import run_pairing

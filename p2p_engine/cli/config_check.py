@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from p2p_engine.cli.old_settings import REMOVED_KEYS
 from p2p_engine.config import EXTRA_KEYS, EngineConfig
 from p2p_engine.errors import ConfigError
 from p2p_engine.transfer_config import (
@@ -23,6 +24,7 @@ from p2p_engine.transfer_config import (
     single_connectors,
 )
 
+MODULE_PATH = "kv_connector_module_path"
 # All fields of vLLM's KVTransferConfig, which refuses any other key.
 TOP_LEVEL_KEYS = frozenset(
     {
@@ -31,7 +33,7 @@ TOP_LEVEL_KEYS = frozenset(
         "kv_buffer_device",
         "kv_connector",
         EXTRA,
-        "kv_connector_module_path",
+        MODULE_PATH,
         "kv_load_failure_policy",
         "kv_port",
         "kv_role",
@@ -56,15 +58,6 @@ def config_problems(config: TransferConfig) -> list[str]:
     return [*problems, *_of_siblings(config)]
 
 
-def has_old_keys(config: TransferConfig) -> bool:
-    """Tell whether the configuration, or an entry of it, has a key that vLLM refuses."""
-    try:
-        below = children(config)
-    except ConfigError:
-        below = []
-    return not config.keys() <= TOP_LEVEL_KEYS or any(map(has_old_keys, below))
-
-
 def port_problem(config: TransferConfig) -> str | None:
     """Return the error in kv_port, or None."""
     port = config.get("kv_port", 0)
@@ -81,7 +74,8 @@ def is_variable(value: object) -> bool:
 def _of_any(config: TransferConfig) -> Iterator[str]:
     allowed = ", ".join(sorted(TOP_LEVEL_KEYS))
     for key in sorted(config.keys() - TOP_LEVEL_KEYS):
-        yield f"{key}: vLLM refuses this key; allowed: {allowed}"
+        instead = REMOVED_KEYS.get(key, f"vLLM refuses this key; allowed: {allowed}")
+        yield f"{key}: {instead}"
     if config.get("kv_role") not in KV_ROLES:
         yield f"kv_role is {config.get('kv_role')!r}; allowed: {', '.join(KV_ROLES)}"
 
@@ -89,6 +83,12 @@ def _of_any(config: TransferConfig) -> Iterator[str]:
 def _of_ours(config: TransferConfig) -> Iterator[str]:
     if config.get("kv_connector") != CONNECTOR:
         yield f"kv_connector is {config.get('kv_connector')!r}; ours is {CONNECTOR!r}"
+    path = str(config.get(MODULE_PATH) or "")
+    if path.startswith("vllm."):
+        yield (
+            f"{MODULE_PATH} is {path!r}: vLLM looks for {CONNECTOR} there, where it is no longer, "
+            "and not in this package; remove the key"
+        )
     yield from filter(None, [port_problem(config)])
     try:
         extra = extra_of(config)

@@ -15,13 +15,12 @@ from typing import Any
 
 from rich.console import Console
 
-from p2p_engine.cli.config_check import config_problems, has_old_keys, port_problem
+from p2p_engine.cli.config_check import MODULE_PATH, config_problems, port_problem
 from p2p_engine.cli.devices import GIB, visible_gpus
 from p2p_engine.cli.display import busy
 from p2p_engine.cli.findings import Finding, change, note, ok, show
 from p2p_engine.cli.installation import check_installation
 from p2p_engine.cli.ports import is_port_free
-from p2p_engine.cli.rewrite import rewrite
 from p2p_engine.config import (
     DEFAULT_KV_PORT,
     GPU_TRANSPORTS,
@@ -43,9 +42,11 @@ from p2p_engine.memory.host import (
 )
 from p2p_engine.sizing import MIB, Room, device_memory, has_landing_memory
 from p2p_engine.transfer_config import TransferConfig, extra_of, is_multi, our_config
+from p2p_engine.wire.addresses import is_any_address
 
 PROXY_PORTS = (10001, 30001)
-_CONNECT_SECONDS = 2.0
+_CONNECT_SECONDS = 2.0  # to connect to a proxy, and again for its greeting
+_ZMQ_SIGNATURE = b"\xff\x7f"  # the first and the tenth byte of a greeting
 _ANY_CAPABILITY = 90  # that every release of NVRTC knows
 
 
@@ -75,17 +76,6 @@ def run_doctor(
     return show(findings, console)
 
 
-def run_rewrite(text: str, console: Console) -> int:
-    """Print the changes on the console and the new text on stdout; 1 if the user must decide
-    something."""
-    result = rewrite(text)
-    for title, lines in (("changed", result.changes), ("decide", result.problems)):
-        for line in lines:
-            console.print(f"{title}: {line}", markup=False, highlight=False, soft_wrap=True)
-    print(result.text)
-    return int(bool(result.problems))
-
-
 def check_descriptors(limit: int) -> Finding:
     """Check the limit of descriptors: a rank lets in a quarter of it. A peer takes three."""
     if limit == resource.RLIM_INFINITY or limit >= 4 * MAX_CONNECTIONS:
@@ -97,12 +87,8 @@ def check_descriptors(limit: int) -> Finding:
 def check_config(config: TransferConfig, tp_size: int) -> Iterator[Finding]:
     """Check one instance's --kv-transfer-config, and its needs on this machine."""
     problems = config_problems(config)
-    old = has_old_keys(config)
-    remedy = (
-        "p2p-engine doctor --rewrite does it" if old else "docs/configuration.md has all settings"
-    )
     for problem in problems:
-        yield change("configuration", problem, remedy)
+        yield change("configuration", problem, "docs/configuration.md has all settings")
     with contextlib.suppress(ConfigError):
         ours = our_config(config)
         settings = EngineConfig.from_extra_config(_settings_of(ours), num_local_ranks=tp_size)
@@ -113,6 +99,10 @@ def check_config(config: TransferConfig, tp_size: int) -> Iterator[Finding]:
 
 
 def _check_needs(ours: TransferConfig, settings: EngineConfig, tp_size: int) -> Iterator[Finding]:
+    path = str(ours.get(MODULE_PATH) or "p2p_engine.")
+    if not path.startswith(("p2p_engine.", "vllm.")):
+        state = f"vLLM takes the connector from {path}, not from this package"
+        yield note(MODULE_PATH, state, "remove it, unless that module brings this connector")
     yield check_key(settings, listens_on=settings.host if "host" in _settings_of(ours) else "")
     port = str(ours.get("kv_port", DEFAULT_KV_PORT))
     if port.isdecimal() and not port_problem(ours):
@@ -150,6 +140,9 @@ def _check_addresses(settings: EngineConfig) -> Iterator[Finding]:
         host = settings.http_host or settings.host
         yield check_port(host, settings.http_port, "http_port (vLLM's --port)")
     for host in settings.proxy_hosts:
+        if is_any_address(host):
+            state = f"{host} leads each instance to its own host"
+            yield note("proxy_ip", state, "write the address of the proxy's host")
         yield check_proxy(host, settings.proxy_port)
     if not settings.proxy_hosts:
         yield note("proxy", "none configured", "instances without proxy_ip register with nobody")
@@ -167,17 +160,30 @@ def check_port(host: str, port: int, what: str) -> Finding:
 
 
 def check_proxy(host: str, port: int) -> Finding:
-    """Check that a proxy listens at the address for heartbeats; blocks for up to 2 seconds."""
+    """Check that a proxy takes registrations there; blocks for up to 4 seconds after the look-up of
+    the name."""
     where = f"{host}:{port}"
     try:
-        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+        with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as link:
+            greeting = _greeting(link)
     except socket.gaierror as error:
         return change("proxy", f"{host}: {error.strerror}", "proxy_ip must be a name or address")
     except OSError as error:
         return note(
             "proxy", f"{where}: {error.strerror or error}", "start it with p2p-engine proxy"
         )
-    return ok("proxy", f"{where} answers")
+    if greeting[:1] + greeting[9:] != _ZMQ_SIGNATURE:
+        remedy = "proxy_port is the proxy's --registration-port (30001), not its HTTP port"
+        return change("proxy", f"{where} takes no registrations", remedy)
+    return ok("proxy", f"{where} takes registrations")
+
+
+def _greeting(link: socket.socket) -> bytes:
+    """Return the ten bytes with which a ZMQ socket greets whoever connects; less from others."""
+    try:
+        return link.recv(10)
+    except OSError:  # it says nothing, or has ended the connection
+        return b""
 
 
 def check_memory(

@@ -45,16 +45,16 @@ def change(subject: str, state: str, remedy: str) -> Finding:
 
 
 def show(findings: Sequence[Finding], console: Console) -> int:
-    """Print the findings and the remedies; return the exit code: 1 if something must change."""
+    """Print the findings, and each remedy once; return the exit code: 1 if something must
+    change."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:
         word = Text(finding.level.name.lower(), style=finding.level.value)
         table.add_row(word, Text(finding.subject), Text(finding.state))
     console.print(table)
     for level, title in ((Level.NOTE, "Know"), (Level.CHANGE, "Change")):
-        for finding in findings:
-            if finding.level is level and finding.remedy:
-                console.print(f"[{level.value}]{title}[/] ", end="")
-                remedy = f"{finding.subject}: {finding.remedy}"
-                console.print(remedy, markup=False, highlight=False, soft_wrap=True)
+        found = [finding for finding in findings if finding.level is level and finding.remedy]
+        for remedy in dict.fromkeys(f"{finding.subject}: {finding.remedy}" for finding in found):
+            console.print(f"[{level.value}]{title}[/] ", end="")
+            console.print(remedy, markup=False, highlight=False, soft_wrap=True)
     return int(any(finding.level is Level.CHANGE for finding in findings))

@@ -82,7 +82,11 @@ def test_each_command_explains_itself(command: str) -> None:
         (("simulate", "--log-dir", "/proc/nope"), "--log-dir /proc/nope: No such file"),
         (("demo", "--modes", "PUSH"), "all, or some of PUT,PUT_ASYNC,GET"),
         (("demo", "--requests", "0"), "--requests"),
-        (("doctor", "--rewrite", "{]"), "not JSON"),
+        (("doctor", "--migrate"), "--migrate needs files"),
+        (("doctor", "old.sh"), "only --migrate takes some"),
+        (("doctor", "--migrate", "/no/such.sh"), "No such file"),
+        (("doctor", "--migrate", "/proc"), "Is a directory"),
+        (("doctor", "--migrate", "/dev/zero"), "more than 1048576 bytes"),
         (("doctor", "--gpu-memory", "-1"), "--gpu-memory"),
         (("doctor", "--gpu-memory", "nan"), "--gpu-memory"),
         (("doctor", "--gpu-memory", "inf"), "--gpu-memory"),
@@ -97,13 +101,6 @@ def test_impossible_options_are_refused(arguments: tuple[str, ...], words: str) 
     result = run(*arguments)
     assert result.exit_code == 2
     assert words in result.output
-
-
-def test_what_is_to_be_rewritten_may_be_nothing_and_is_told() -> None:
-    """As by "$(cat misspelt.sh)": that is no look at the installation that ends with 0."""
-    result = run("doctor", "--rewrite", "")
-    assert result.exit_code == 1
-    assert "no --kv-transfer-config" in result.output
 
 
 def test_a_command_that_a_simulated_fleet_does_not_know_is_named() -> None:

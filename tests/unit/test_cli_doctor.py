@@ -6,9 +6,11 @@ import io
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import zmq
 from rich.console import Console
 
 from p2p_engine.cli import doctor, installation
@@ -20,12 +22,19 @@ from p2p_engine.gpu import cuda
 from tests.doubles.gpu import GpuDouble
 
 GIB = 1 << 30
+OURS = {"kv_connector": "P2pNcclConnector", "kv_role": "kv_producer", "kv_port": 21001}
 
 
 @pytest.fixture
 def listener() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield int(server.getsockname()[1])
+
+
+@pytest.fixture
+def registration_port() -> Iterator[int]:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        yield router.bind_to_random_port("tcp://127.0.0.1")
 
 
 def of_subject(findings: list[Finding], subject: str) -> Finding:
@@ -110,8 +119,26 @@ def test_an_address_of_another_machine_must_change() -> None:
     assert "address of this machine" in finding.remedy
 
 
-def test_a_proxy_that_answers(listener: int) -> None:
-    assert doctor.check_proxy("127.0.0.1", listener).level is Level.OK
+def test_a_proxy_that_answers(registration_port: int) -> None:
+    assert doctor.check_proxy("127.0.0.1", registration_port).level is Level.OK
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\xff"])
+def test_a_proxy_port_that_takes_no_registrations_must_change(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the proxy's HTTP port, which says nothing unless asked; or a port that only begins as one
+    of ZMQ's."""
+    monkeypatch.setattr(doctor, "_CONNECT_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as threads:
+        answered = threads.submit(lambda: server.accept()[0])
+        port = server.getsockname()[1]
+        answered.add_done_callback(lambda peer: peer.result().sendall(said))
+        finding = doctor.check_proxy("127.0.0.1", port)
+        answered.result().close()
+    assert finding.level is Level.CHANGE
+    assert f"127.0.0.1:{port} takes no registrations" in finding.state
+    assert "not its HTTP port" in finding.remedy
 
 
 def test_a_proxy_that_is_not_there_yet(free_port: int) -> None:
@@ -157,8 +184,8 @@ def test_locked_memory_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ulimit -l" in finding.remedy
 
 
-def test_a_good_configuration(listener: int, free_port: int) -> None:
-    proxy = {"proxy_ip": "127.0.0.1", "proxy_port": listener}
+def test_a_good_configuration(registration_port: int, free_port: int) -> None:
+    proxy = {"proxy_ip": "127.0.0.1", "proxy_port": registration_port}
     extra = {"host": "127.0.0.1", "http_port": free_port, **proxy}
     config = {
         "kv_connector": "P2pNcclConnector",
@@ -171,16 +198,90 @@ def test_a_good_configuration(listener: int, free_port: int) -> None:
     assert of_subject(findings, "configuration").state == "kv_producer, PUT_ASYNC"
 
 
-def test_an_old_configuration_is_sent_to_rewrite(free_port: int) -> None:
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*"])
+def test_a_proxy_ip_that_is_each_instance_itself_is_named(
+    host: str, registration_port: int, free_port: int
+) -> None:
+    """As in vLLM's own examples: it leads to a proxy on the same host only."""
+    proxy = {"proxy_ip": host, "proxy_port": registration_port, "http_port": free_port}
     config = {
         "kv_connector": "P2pNcclConnector",
         "kv_role": "kv_producer",
-        "kv_port": str(free_port),
-        "kv_buffer_size": "1e9",
+        "kv_connector_extra_config": {"host": "127.0.0.1", **proxy},
     }
-    finding = of_subject(list(doctor.check_config(config, 1)), "configuration")
-    assert finding.level is Level.CHANGE
-    assert "--rewrite" in finding.remedy
+    finding = of_subject(list(doctor.check_config(config, 1)), "proxy_ip")
+    assert finding.level is Level.NOTE
+    assert f"{host} leads each instance to its own host" in finding.state
+
+
+@pytest.mark.parametrize(
+    ("path", "level"),
+    [
+        ("vllm.distributed.kv_transfer.kv_connector.v1.p2p.p2p_nccl_connector", Level.CHANGE),
+        ("somebody.connector", Level.NOTE),
+        ("p2p_engine.connector", Level.OK),
+    ],
+)
+def test_a_module_that_wins_over_ours_is_named(path: str, level: Level) -> None:
+    ours = {"kv_connector": "P2pNcclConnector", "kv_role": "kv_both"}
+    extra = {"host": "127.0.0.1"}
+    config = {**ours, "kv_connector_module_path": path, "kv_connector_extra_config": extra}
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [config]},
+    }
+    for given in (config, multi):
+        findings = [
+            finding
+            for finding in doctor.check_config(given, 1)
+            if finding.subject in ("configuration", "kv_connector_module_path")
+        ]
+        assert level in {finding.level for finding in findings}
+        assert any(path in finding.state for finding in findings) == (level is not Level.OK)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"kv_role": "kv_prefill"}, "kv_role is 'kv_prefill'; allowed: kv_producer"),
+        ({"kv_connector": "PyNcclConnector"}, "ours is 'P2pNcclConnector'"),
+        ({"kv_speed": 3}, "kv_speed: vLLM refuses this key"),
+        ({"kv_connector_extra_config": {"send_type": "PUSH"}}, "send_type='PUSH'"),
+        (
+            {"kv_connector_extra_config": {"proxy_ip": "h", "proxy_port": 1}},
+            "http_port is required",
+        ),
+        ({"kv_connector_extra_config": {"proxi_ip": "h"}}, "unknown key 'proxi_ip'"),
+        ({"kv_connector_extra_config": "{}"}, "is '{}'; allowed: a JSON object"),
+        ({"kv_port": 65536}, "kv_port is 65536; allowed: 0 to 65535"),
+        ({"kv_port": -1}, "kv_port is -1"),
+        ({"kv_port": 1.5}, "kv_port is 1.5"),
+        ({"kv_port": None}, "kv_port is None"),
+        ({"kv_port": "first"}, "kv_port is 'first'"),
+    ],
+)
+def test_each_problem_of_a_configuration_is_said(change: dict[str, object], problem: str) -> None:
+    (found,) = config_problems({**OURS, **change})
+    assert problem in found
+
+
+def test_a_remedy_is_true_and_said_once() -> None:
+    config = {
+        "kv_connector": "P2pNcclConnector",
+        "kv_role": "kv_producer",
+        "enable_async_transfers": True,
+        "kv_rank": 0,
+        "kv_connector_extra_config": {"send_type": "put_async"},
+    }
+    findings = [item for item in doctor.check_config(config, 1) if item.level is Level.CHANGE]
+    with Console(width=400, force_terminal=False, record=True) as console:
+        assert show(findings, console) == 1
+    text = console.export_text()
+    assert "allowed: PUT, PUT_ASYNC, GET" in text
+    assert "kv_rank: remove it; vLLM refuses this key" in text
+    assert "enable_async_transfers: remove it; vLLM refuses this key" in text
+    assert text.count("Change configuration:") == 1
 
 
 def test_transports_work_here() -> None:
@@ -297,14 +398,6 @@ def test_the_long_look_at_vllm_is_announced_without_a_terminal(
     monkeypatch.setattr(doctor, "check_installation", look)
     doctor.run_doctor(None, "", 1, console)
     assert "importing vLLM" in announced[0]
-
-
-def test_rewrite_prints_the_new_text_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    old = {"kv_connector": "P2pNcclConnector", "kv_role": "kv_both", "kv_rank": 1}
-    assert doctor.run_rewrite(json.dumps(old), Console(stderr=True)) == 0
-    captured = capsys.readouterr()
-    assert "kv_rank" not in json.loads(captured.out)
-    assert "changed: kv_rank: dropped" in captured.err
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from p2p_engine.cli.commands import InstancePlan, MemberRole
 from p2p_engine.cli.config_check import config_problems
 from p2p_engine.cli.findings import Level
 from p2p_engine.cli.launch import LaunchOptions
-from p2p_engine.cli.rewrite import rewrite
 from p2p_engine.errors import ConfigError
 from p2p_engine.sizing import Room
 from p2p_engine.transfer_config import CHILDREN, EXTRA, merge_configs, our_config
@@ -69,14 +68,14 @@ def test_the_doctor_looks_at_what_our_entry_needs() -> None:
         (multi(OURS, **{EXTRA: {}}), "connectors is None; allowed: a list"),
         (multi(OURS, **{EXTRA: 5}), f"{EXTRA} is 5; allowed: a JSON object"),
         (multi(OURS, **{EXTRA: {CHILDREN: [OURS], "host": "h"}}), "host: MultiConnector does not"),
-        (multi(OURS, kv_rank=1), "kv_rank: vLLM refuses this key"),
+        (multi(OURS, kv_rank=1), "kv_rank: remove it; vLLM refuses this key"),
         (multi(OURS, kv_role="both"), "kv_role is 'both'"),
         (multi(OURS, {"kv_connector": "OffloadingConnector"}), "connectors[1]: kv_role is None"),
         (multi(OURS, {"kv_role": "kv_both"}), "connectors[1]: kv_connector is None"),
         (multi({**OURS, "kv_port": -1}), "connectors[0]: kv_port is -1"),
         (multi({**OURS, EXTRA: {"proxi_ip": "h"}}), "connectors[0]: kv_connector_extra_config"),
         (multi({**OURS, EXTRA: []}), f"connectors[0]: {EXTRA} is []"),
-        (multi({**OURS, "kv_ip": "h"}), "connectors[0]: kv_ip: vLLM refuses this key"),
+        (multi({**OURS, "kv_ip": "h"}), "connectors[0]: kv_ip: remove it; vLLM refuses"),
         (multi({**OURS, "engine_id": "e"}), "connectors[0]: engine_id: not read from an entry"),
         (multi({**OURS, "kv_load_failure_policy": "recompute"}), "set it beside"),
         (multi(multi(OURS, 5)), "connectors[0]: connectors is"),
@@ -140,19 +139,3 @@ def test_launch_refuses_settings_that_are_no_object(extra: object) -> None:
 def test_launch_has_no_shell_for_variables() -> None:
     with pytest.raises(ConfigError, match="http_port"):
         LaunchOptions("m", transfer_config={EXTRA: {"http_port": "$PORT"}})
-
-
-def test_rewrite_changes_our_entry_and_drops_dead_keys() -> None:
-    old = {**OURS, "kv_port": "5", "kv_rank": 0, "kv_buffer_size": "1e9"}
-    result = rewrite(json.dumps(multi(BESIDE, old, kv_parallel_size=2)))
-    extra = {"host": "127.0.0.1", "kv_buffer_size": "1e9"}
-    assert json.loads(result.text) == multi(BESIDE, {**OURS, "kv_port": 5, EXTRA: extra})
-    assert result.problems == []
-    again = rewrite(result.text)
-    assert (json.loads(again.text), again.changes) == (json.loads(result.text), [])
-
-
-def test_rewrite_compares_the_port_that_our_entry_tells() -> None:
-    ours = {**OURS, EXTRA: {"http_port": 1, "proxy_ip": "h", "proxy_port": 2}}
-    result = rewrite(f"vllm serve m --port 3 --kv-transfer-config '{json.dumps(multi(ours))}'")
-    assert result.problems == ["http_port is 1 but --port is 3"]
