@@ -15,7 +15,7 @@ export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.venv/pycache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup nixl demo test test-options test-c tsan asan attack chaos soak restarts changes weights stalls backlog model scale fuzz fuzz-c bench bench-check plots test-vllm test-ray test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheels deploy check-deploy clean
+.PHONY: help setup nixl demo test test-options test-c tsan asan attack chaos soak restarts changes weights stalls backlog model mutants scale fuzz fuzz-c bench bench-check plots test-vllm test-ray test-upstream test-gpu bench-gpu gpu-wheels check fix screenshots coverage docs wheels deploy check-deploy clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,10 @@ backlog: setup  ## real vLLM: requests queue on a decode instance for SECONDS= (
 model: setup  ## every state of KEYS= transfers, or (TURNS=1) of a session's turns, with FAULTS= faults (and RENEWALS=1): more than half an hour
 	$(BIN)/python -m tests.property.protocol_model --keys $(or $(KEYS),2) --faults $(or $(FAULTS),1) \
 		--renewals $(or $(RENEWALS),0) $(if $(TURNS),--turns)
+
+mutants: setup  ## COUNT= mutants (50) in SEED='s order (1): which do the tests kill? NAME= folders or files, TESTS= of those only; goes on where it stopped
+	$(BIN)/python -m tests.mutants.campaign $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) \
+		$(if $(NAME),--packages $(NAME)) $(if $(TESTS),--tests $(TESTS))
 
 tsan: setup  ## the C tests of everything with threads under ThreadSanitizer
 	P2P_SANITIZER=thread tests/c/run.sh test_arena test_channel test_crc32c test_lanes test_mover test_regions
