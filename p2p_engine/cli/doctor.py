@@ -23,7 +23,6 @@ from p2p_engine.cli.installation import check_installation
 from p2p_engine.cli.ports import is_port_free
 from p2p_engine.cli.rewrite import rewrite
 from p2p_engine.config import (
-    DEFAULT_KV_PORT,
     GPU_TRANSPORTS,
     TRANSPORT_NAMES,
     EngineConfig,
@@ -42,7 +41,15 @@ from p2p_engine.memory.host import (
     socket_buffer_bytes,
 )
 from p2p_engine.sizing import MIB, Room, device_memory, has_landing_memory
-from p2p_engine.transfer_config import TransferConfig, extra_of, is_multi, our_config
+from p2p_engine.transfer_config import (
+    DEFAULT_KV_PORT,
+    NIXL_NAME,
+    TransferConfig,
+    extra_of,
+    is_multi,
+    our_config,
+    unread_settings,
+)
 
 PROXY_PORTS = (10001, 30001)
 _CONNECT_SECONDS = 2.0
@@ -96,20 +103,28 @@ def check_descriptors(limit: int) -> Finding:
 
 def check_config(config: TransferConfig, tp_size: int) -> Iterator[Finding]:
     """Check one instance's --kv-transfer-config, and its needs on this machine."""
-    problems = config_problems(config)
+    problems, ours = config_problems(config), None
+    try:
+        ours = our_config(config, os.environ)
+    except ConfigError as error:  # a variable's, if no problem is known
+        problems = problems or [str(error)]
     old = has_old_keys(config)
     remedy = (
         "p2p-engine doctor --rewrite does it" if old else "docs/configuration.md has all settings"
     )
     for problem in problems:
         yield change("configuration", problem, remedy)
+    if ours is None:
+        return
     with contextlib.suppress(ConfigError):
-        ours = our_config(config)
         settings = EngineConfig.from_extra_config(_settings_of(ours), num_local_ranks=tp_size)
         if not problems:
             where = ", in a MultiConnector" if is_multi(config) else ""
             yield ok("configuration", f"{ours['kv_role']}, {settings.send_type.value}{where}")
         yield from _check_needs(ours, settings, tp_size)
+        if unread := unread_settings(config):
+            state = f"{', '.join(unread)}: without effect"
+            yield note(f"settings of {NIXL_NAME}", state, "docs/nixl_name.md")
 
 
 def _check_needs(ours: TransferConfig, settings: EngineConfig, tp_size: int) -> Iterator[Finding]:

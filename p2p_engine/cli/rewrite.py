@@ -15,12 +15,12 @@ from p2p_engine.errors import ConfigError
 from p2p_engine.sizing import MIB
 from p2p_engine.transfer_config import (
     CHILDREN,
-    CONNECTOR,
     EXTRA,
     TransferConfig,
     children,
     extra_of,
     is_multi,
+    is_ours,
     our_config,
 )
 
@@ -107,8 +107,7 @@ def _rewrite_any(old: TransferConfig, result: Rewrite) -> dict[str, Any]:
 
 
 def _rewrite_entry(old: TransferConfig, result: Rewrite) -> dict[str, Any]:
-    is_anothers = not is_multi(old) and old.get("kv_connector") != CONNECTOR
-    return dict(old) if is_anothers else _rewrite_any(old, result)
+    return _rewrite_any(old, result) if is_multi(old) or is_ours(old) else dict(old)
 
 
 def _rewrite_ours(config: dict[str, Any], result: Rewrite) -> dict[str, Any]:
