@@ -1,5 +1,5 @@
-"""Our connector under the name of vLLM's NixlConnector: what vLLM does by that name, and what
-NIXL's settings mean."""
+"""Our connector under the name of vLLM's NixlConnector: what vLLM does by that name, whose peers
+refuse each other, and what NIXL's settings mean."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ import vllm
 from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+    NixlPullConnectorScheduler,
+)
 from vllm.v1.executor.ray_utils import WORKER_SPECIFIC_ENV_VARS
+from vllm.v1.request import RequestStatus
 
 from p2p_engine.cli import doctor
 from p2p_engine.cli.commands import InstancePlan, MemberRole, vllm_command
@@ -30,7 +35,9 @@ from p2p_engine.cli.config_check import config_problems
 from p2p_engine.cli.findings import Level
 from p2p_engine.cli.launch import LaunchOptions
 from p2p_engine.cli.rewrite import rewrite
+from p2p_engine.config import EngineConfig, SendMode
 from p2p_engine.connector import NixlConnector, P2pNcclConnector, register
+from p2p_engine.connector.intent import InvalidParams, ThisInstance, read_intent
 from p2p_engine.connector.stats import P2pConnectorStats
 from p2p_engine.connector.support import (
     check_supported,
@@ -40,6 +47,7 @@ from p2p_engine.connector.support import (
     read_config,
 )
 from p2p_engine.errors import ConfigError
+from p2p_engine.peers.directory import Directory, RankAddress
 from p2p_engine.transfer_config import (
     CHILDREN,
     EXTRA,
@@ -53,7 +61,10 @@ from p2p_engine.transfer_config import (
     our_config,
     read_nixls,
 )
+from p2p_engine.wire.addresses import split_address
+from p2p_engine.wire.nixl_handshake import REFUSAL
 from tests.doubles.start_config import configs
+from tests.support import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -61,6 +72,9 @@ ROOT = Path(__file__).parents[2]
 NAMED: dict[str, Any] = {"kv_connector": NIXL_NAME, "kv_connector_module_path": MODULE_PATH}
 ALIAS: dict[str, Any] = {**NAMED, "kv_role": "kv_both", EXTRA: {"host": "127.0.0.1"}}
 BESIDE = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+DECODE = ThisInstance("kv_consumer", "10.0.0.2:14579", SendMode.PUT_ASYNC, has_random_ids=True)
+PREFILL = ThisInstance("kv_producer", "10.0.0.1:14579", SendMode.PUT_ASYNC, has_random_ids=True)
+REQUEST_ID = "cmpl-a-0-1a2b3c4d"
 
 
 def multi(*entries: object) -> dict[str, Any]:
@@ -162,6 +176,58 @@ def test_a_model_that_vllm_lets_nixl_alone_transfer_is_refused_under_the_name(na
             check_supported(vllm_config)
     else:
         check_supported(vllm_config)  # vLLM has refused it
+
+
+# Peers that are NIXL's
+
+
+def answer_of_nixl() -> dict[str, Any]:
+    """What a real NixlConnector's prefill side answers, by vLLM's own code."""
+    half: Any = Mock(
+        engine_id="5e0d6f2a-98f6-4a52-b3ad-1f4a0f2f7f0e", side_channel_host="10.0.0.1",
+        side_channel_port=5600, transfer_tp_size=1, _TRANSFER_MODE="pull", _kv_lease_duration=30,
+        _reqs_need_send={}, get_exchange_clipped_blocks=lambda blocks: blocks,
+        is_bidirectional_kv_xfer_enabled=False,
+    )  # fmt: skip
+    half.vllm_config.parallel_config = SimpleNamespace(
+        decode_context_parallel_size=1, pipeline_parallel_size=1
+    )
+    request: Any = SimpleNamespace(
+        request_id=REQUEST_ID, kv_transfer_params={"do_remote_decode": True},
+        status=RequestStatus.FINISHED_LENGTH_CAPPED, num_computed_tokens=64,
+    )  # fmt: skip
+    answer = NixlPullConnectorScheduler.request_finished(half, request, ([1, 2],))[1]
+    return dict(json.loads(json.dumps(answer)))
+
+
+@pytest.mark.parametrize("more", [{}, {"transfer_id": "xfer-1"}], ids=["pull", "llm-d's push"])
+def test_decode_refuses_what_a_real_nixl_prefill_answered(more: dict[str, str]) -> None:
+    with pytest.raises(InvalidParams, match=r"remote_engine_id '5e0d.*vLLM's NixlConnector"):
+        read_intent(REQUEST_ID, {**answer_of_nixl(), **more}, DECODE)
+
+
+def test_prefill_asks_no_real_nixl_decode_for_an_earlier_turn() -> None:
+    turned = {**answer_of_nixl(), "do_remote_decode": True, "do_remote_prefill": False}
+    intent = read_intent(REQUEST_ID, turned, PREFILL)
+    assert intent is not None
+    assert (intent.peer, intent.earlier) == (None, None)
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_real_nixl_decode_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    """By vLLM's own code; it does not wait until its five seconds are over."""
+    worker: Any = SimpleNamespace(
+        _is_csa_linear=False, use_host_buffer=True, compat_hash="theirs", enforce_compat_hash=True,
+        transfer_topo=SimpleNamespace(handshake_target_ranks=lambda *sizes: [0]),
+    )  # fmt: skip
+    ranks = [RankAddress(0, "127.0.0.1:1", 1)]
+    with Directory(EngineConfig(), ranks, kv_port=0, role="P") as directory:
+        host, port = split_address(directory.address)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=re.escape(f"Remote: {REFUSAL}")):
+                NixlBaseConnectorWorker._nixl_handshake(worker, host, port, 1, "engine")
+        assert directory.healthy
+        eventually(lambda: "127.0.0.1 asked for NIXL's handshake" in caplog.text)
 
 
 # Our configuration

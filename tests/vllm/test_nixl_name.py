@@ -1,8 +1,9 @@
 """Real vLLM under the name of its NixlConnector: KV moves behind our proxy and behind routers that
-take us for NIXL."""
+take us for NIXL, and a real NIXL's parameters are refused by name."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,9 +17,10 @@ from p2p_engine.transfer_config import EXTRA, MODULE_PATH, NIXL_NAME
 from tests import marks
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
 from tests.compat.workload import Answer, Question, ask, mixed_questions
-from tests.doubles.routers import DynamoNixl, LlmdSidecar, SmgNixl
+from tests.doubles.routers import TO_DECODE, DynamoNixl, LlmdSidecar, SmgNixl
 from tests.vllm.load import ENVIRONMENT, check_nothing_held
-from tests.vllm.pair import TokensSince
+from tests.vllm.observing import prompt_tokens
+from tests.vllm.pair import TokensSince, changed
 from tests.vllm.routed import play, served
 
 SEED = 4300
@@ -27,6 +29,15 @@ CONFIG = {
     "kv_connector_module_path": MODULE_PATH,
     "kv_load_failure_policy": "recompute",
     EXTRA: {"kv_lease_duration": 30, "backends": ["UCX"], "transfer_timeout_seconds": 30},
+}
+OF_NIXL = {
+    **TO_DECODE,
+    "remote_block_ids": [[1, 2, 3]],
+    "remote_engine_id": str(uuid.UUID(int=7)),
+    "remote_request_id": "cmpl-7-0-1a2b3c4d",
+    "remote_host": "127.0.0.1",
+    "remote_port": 9,
+    "tp_size": 1,
 }
 
 pytestmark = [marks.vllm, marks.slow, pytest.mark.timeout(1800)]
@@ -97,6 +108,14 @@ def test_kv_moves_behind_routers_that_take_us_for_nixl(
         assert answered["transfer_mode"] == "pull"
         assert told == alone
     check_moved(tokens, questions)
+
+
+def test_decode_computes_what_a_real_nixl_holds_and_says_so(servers: UnderNixlsName) -> None:
+    question = questions_of(3)[2]
+    before, expected = prompt_tokens(servers.decode), servers.alone([question])
+    assert [ask(servers.decode.url, changed(question, kv_transfer_params=OF_NIXL))] == expected
+    assert (prompt_tokens(servers.decode) - before)["external_kv_transfer"] == 0
+    assert "is an engine of vLLM's NixlConnector" in servers.log(servers.decode)
 
 
 def test_settings_that_are_nixls_alone_are_named_once(servers: UnderNixlsName) -> None:
