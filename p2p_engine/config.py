@@ -18,7 +18,6 @@ from p2p_engine.wire.addresses import is_any_address
 HOST_TRANSPORTS = ("shm", "nixl", "tcp")
 GPU_TRANSPORTS = ("cuda_ipc", "nccl")
 TRANSPORT_NAMES = HOST_TRANSPORTS + GPU_TRANSPORTS
-DEFAULT_KV_PORT = 14579
 GIB = 1 << 30
 CHUNK_BYTES = 16 << 20
 GPU_CHUNK_BYTES = 96 << 20  # four are 8 ms of a NIC of 400 Gb/s, and most of the default buffer / 8

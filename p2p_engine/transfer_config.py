@@ -8,6 +8,7 @@ An entry inherits nothing from the whole but the engine's id.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from p2p_engine.errors import ConfigError
@@ -15,11 +16,28 @@ from p2p_engine.errors import ConfigError
 TransferConfig = Mapping[str, Any]
 
 CONNECTOR = "P2pNcclConnector"
+NIXL_NAME = "NixlConnector"  # vLLM's own connector; with MODULE_PATH, ours under its name
+MODULE_KEY, MODULE_PATH = "kv_connector_module_path", "p2p_engine.connector"  # has both names
 MULTI = "MultiConnector"
 EXTRA = "kv_connector_extra_config"
 CHILDREN = "connectors"
+DEFAULT_KV_PORT, MAX_PORT = 14579, 65535  # the former is vLLM's
 # vLLM reads the policy from the whole only, and fails if an entry names the engine.
 WHOLE_KEYS = frozenset({"engine_id", "kv_load_failure_policy"})
+# NIXL's settings under its name. These mean what ours mean: the host, kv_port and the lease.
+HOST_VARIABLE, PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
+_LEASE = "kv_lease_duration"
+# These mean nothing to us; each with the setting of ours that is nearest.
+NIXL_ONLY = {
+    "backends": "transports",
+    "bidirectional_kv_xfer": "stash_seconds",
+    "decoder_kv_blocks_ttl": "stash_seconds",
+    "enforce_handshake_compat": "accept_differences",
+    "engine_ttl": "",
+    "kv_recompute_threshold": "",
+    "num_threads": "",
+    "push_registration_timeout": "transfer_timeout_seconds",
+}
 # When a request finishes, these connectors return keys that ours returns too (remote_host and
 # others), so MultiConnector raises in the scheduler. All other connectors of vLLM 0.29 to 0.33
 # return keys of their own, or none. The names are configured names and class names; subclasses
@@ -35,6 +53,13 @@ CLASHING = frozenset(
 def is_multi(config: TransferConfig) -> bool:
     """Whether this is a MultiConnector's configuration."""
     return config.get("kv_connector") == MULTI
+
+
+def is_ours(config: TransferConfig) -> bool:
+    """Whether vLLM loads our class by this configuration or entry."""
+    name = config.get("kv_connector")
+    is_alias = name == NIXL_NAME and config.get(MODULE_KEY) == MODULE_PATH
+    return name == CONNECTOR or is_alias
 
 
 def extra_of(config: TransferConfig) -> Mapping[str, Any]:
@@ -77,16 +102,59 @@ def single_connectors(config: TransferConfig) -> Iterator[TransferConfig]:
         yield from single_connectors(child)
 
 
-def our_config(config: TransferConfig) -> TransferConfig:
+def our_config(
+    config: TransferConfig, environment: Mapping[str, str] = MappingProxyType({})
+) -> TransferConfig:
     """Return the configuration that vLLM passes to us: our entry in a MultiConnector, or the whole.
+    Under NIXL's name, its settings are read as ours (`read_nixls`).
 
     Raises:
-        ConfigError: no entry of a MultiConnector is ours, or several are.
+        ConfigError: no entry of a MultiConnector is ours, or several are; or as `read_nixls`.
     """
+    return read_nixls(_our_entry(config), environment)
+
+
+def read_nixls(config: TransferConfig, environment: Mapping[str, str]) -> TransferConfig:
+    """Return a configuration or entry with NIXL's settings as ours, if it has NIXL's name; else
+    itself. Our own settings win. `environment` has NIXL's variables.
+
+    Raises:
+        ConfigError: the settings are not a JSON object, or the variable is not a port.
+    """
+    if config.get("kv_connector") != NIXL_NAME:
+        return config
+    extra = {key: value for key, value in extra_of(config).items() if key not in NIXL_ONLY}
+    if (lease := extra.pop(_LEASE, None)) is not None:
+        extra.setdefault("lease_seconds", lease)
+    if (host := environment.get(HOST_VARIABLE)) and not extra.get("host"):
+        extra["host"] = host
+    port = environment.get(PORT_VARIABLE)
+    if not port or str(config.get("kv_port", DEFAULT_KV_PORT)) != str(DEFAULT_KV_PORT):
+        return {**config, EXTRA: extra}
+    if not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
+        raise ConfigError(f"{PORT_VARIABLE}={port!r} is not possible; allowed: 1 to {MAX_PORT}")
+    return {**config, "kv_port": int(port), EXTRA: extra}
+
+
+def unread_settings(config: TransferConfig) -> list[str]:
+    """Return NIXL's settings of a configuration under its name that mean nothing to us, each with
+    the nearest of ours.
+
+    Raises:
+        ConfigError: as `our_config`.
+    """
+    ours = _our_entry(config)
+    if ours.get("kv_connector") != NIXL_NAME:
+        return []
+    given = sorted(extra_of(ours).keys() & NIXL_ONLY.keys())
+    return [f"{key} (see {NIXL_ONLY[key]})" if NIXL_ONLY[key] else key for key in given]
+
+
+def _our_entry(config: TransferConfig) -> TransferConfig:
     if not is_multi(config):
         return config
     entries = single_connectors(config)
-    ours = [entry for entry in entries if entry.get("kv_connector") == CONNECTOR]
+    ours = [entry for entry in entries if is_ours(entry)]
     if len(ours) != 1:
         raise ConfigError(f"{len(ours)} entries of {MULTI} are {CONNECTOR}; allowed: one")
     return ours[0]
@@ -133,7 +201,7 @@ def _change_ours(
     config: TransferConfig, change: Callable[[TransferConfig], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return a MultiConnector's configuration in which our one entry is changed."""
-    ours = our_config(config)
+    ours = _our_entry(config)
 
     def changed(entry: TransferConfig) -> dict[str, Any]:
         if is_multi(entry):

@@ -14,17 +14,22 @@ from p2p_engine.transfer_config import (
     CLASHING,
     CONNECTOR,
     EXTRA,
+    MAX_PORT,
+    MODULE_KEY,
+    MODULE_PATH,
     MULTI,
+    NIXL_NAME,
     WHOLE_KEYS,
     TransferConfig,
     children,
     extra_of,
     is_multi,
+    is_ours,
     our_config,
+    read_nixls,
     single_connectors,
 )
 
-MODULE_PATH = "kv_connector_module_path"
 # All fields of vLLM's KVTransferConfig, which refuses any other key.
 TOP_LEVEL_KEYS = frozenset(
     {
@@ -33,13 +38,12 @@ TOP_LEVEL_KEYS = frozenset(
         "kv_buffer_device",
         "kv_connector",
         EXTRA,
-        MODULE_PATH,
+        MODULE_KEY,
         "kv_load_failure_policy",
         "kv_port",
         "kv_role",
     }
 )
-MAX_PORT = 65535
 KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
@@ -81,17 +85,18 @@ def _of_any(config: TransferConfig) -> Iterator[str]:
 
 
 def _of_ours(config: TransferConfig) -> Iterator[str]:
-    if config.get("kv_connector") != CONNECTOR:
-        yield f"kv_connector is {config.get('kv_connector')!r}; ours is {CONNECTOR!r}"
-    path = str(config.get(MODULE_PATH) or "")
-    if path.startswith("vllm."):
+    if not is_ours(config):
+        path = f", and {NIXL_NAME!r} with {MODULE_KEY} {MODULE_PATH!r}"
+        more = path if config.get("kv_connector") == NIXL_NAME else ""
+        yield f"kv_connector is {config.get('kv_connector')!r}; ours is {CONNECTOR!r}{more}"
+    elif (path := str(config.get(MODULE_KEY))).startswith("vllm."):
         yield (
-            f"{MODULE_PATH} is {path!r}: vLLM looks for {CONNECTOR} there, where it is no longer, "
+            f"{MODULE_KEY} is {path!r}: vLLM looks for {CONNECTOR} there, where it is no longer, "
             "and not in this package; remove the key"
         )
     yield from filter(None, [port_problem(config)])
     try:
-        extra = extra_of(config)
+        extra = extra_of(read_nixls(config, {}))
     except ConfigError as error:
         yield str(error)
         return
@@ -120,7 +125,7 @@ def _of_entry(entry: TransferConfig) -> Iterator[str]:
         yield f"{key}: not read from an entry; set it beside the {EXTRA} of {MULTI}"
     if is_multi(entry):
         yield from _of_multi(entry)
-    elif entry.get("kv_connector") == CONNECTOR:
+    elif is_ours(entry):
         yield from _of_ours(entry)
     elif not isinstance(entry.get("kv_connector"), str):
         yield f"kv_connector is {entry.get('kv_connector')!r}; allowed: a connector's name"
@@ -131,7 +136,7 @@ def _of_siblings(config: TransferConfig) -> Iterator[str]:
     created."""
     for entry in single_connectors(config):
         name = entry.get("kv_connector")
-        if isinstance(name, str) and name in CLASHING - {CONNECTOR}:
+        if isinstance(name, str) and name in CLASHING and not is_ours(entry):
             yield f"{name} beside {CONNECTOR} is refused: both answer requests with the same keys"
 
 

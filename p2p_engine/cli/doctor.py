@@ -15,14 +15,13 @@ from typing import Any
 
 from rich.console import Console
 
-from p2p_engine.cli.config_check import MODULE_PATH, config_problems, port_problem
+from p2p_engine.cli.config_check import config_problems, port_problem
 from p2p_engine.cli.devices import GIB, visible_gpus
 from p2p_engine.cli.display import busy
 from p2p_engine.cli.findings import Finding, change, note, ok, show
 from p2p_engine.cli.installation import check_installation
 from p2p_engine.cli.ports import is_port_free
 from p2p_engine.config import (
-    DEFAULT_KV_PORT,
     GPU_TRANSPORTS,
     TRANSPORT_NAMES,
     EngineConfig,
@@ -41,7 +40,16 @@ from p2p_engine.memory.host import (
     socket_buffer_bytes,
 )
 from p2p_engine.sizing import MIB, Room, device_memory, has_landing_memory
-from p2p_engine.transfer_config import TransferConfig, extra_of, is_multi, our_config
+from p2p_engine.transfer_config import (
+    DEFAULT_KV_PORT,
+    MODULE_KEY,
+    NIXL_NAME,
+    TransferConfig,
+    extra_of,
+    is_multi,
+    our_config,
+    unread_settings,
+)
 from p2p_engine.wire.addresses import is_any_address
 
 PROXY_PORTS = (10001, 30001)
@@ -86,23 +94,31 @@ def check_descriptors(limit: int) -> Finding:
 
 def check_config(config: TransferConfig, tp_size: int) -> Iterator[Finding]:
     """Check one instance's --kv-transfer-config, and its needs on this machine."""
-    problems = config_problems(config)
+    problems, ours = config_problems(config), None
+    try:
+        ours = our_config(config, os.environ)
+    except ConfigError as error:  # a variable's, if no problem is known
+        problems = problems or [str(error)]
     for problem in problems:
         yield change("configuration", problem, "docs/configuration.md has all settings")
+    if ours is None:
+        return
     with contextlib.suppress(ConfigError):
-        ours = our_config(config)
         settings = EngineConfig.from_extra_config(_settings_of(ours), num_local_ranks=tp_size)
         if not problems:
             where = ", in a MultiConnector" if is_multi(config) else ""
             yield ok("configuration", f"{ours['kv_role']}, {settings.send_type.value}{where}")
         yield from _check_needs(ours, settings, tp_size)
+        if unread := unread_settings(config):
+            state = f"{', '.join(unread)}: without effect"
+            yield note(f"settings of {NIXL_NAME}", state, "docs/nixl_name.md")
 
 
 def _check_needs(ours: TransferConfig, settings: EngineConfig, tp_size: int) -> Iterator[Finding]:
-    path = str(ours.get(MODULE_PATH) or "p2p_engine.")
+    path = str(ours.get(MODULE_KEY) or "p2p_engine.")
     if not path.startswith(("p2p_engine.", "vllm.")):
         state = f"vLLM takes the connector from {path}, not from this package"
-        yield note(MODULE_PATH, state, "remove it, unless that module brings this connector")
+        yield note(MODULE_KEY, state, "remove it, unless that module brings this connector")
     yield check_key(settings, listens_on=settings.host if "host" in _settings_of(ours) else "")
     port = str(ours.get("kv_port", DEFAULT_KV_PORT))
     if port.isdecimal() and not port_problem(ours):

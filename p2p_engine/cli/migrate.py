@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from p2p_engine.cli.config_check import MODULE_PATH
 from p2p_engine.cli.launch_text import LaunchText, Setting
 from p2p_engine.cli.old_settings import (
     NIXL_CONNECTORS,
@@ -21,7 +20,7 @@ from p2p_engine.cli.old_settings import (
 )
 from p2p_engine.config import EXTRA_KEYS, EngineConfig
 from p2p_engine.errors import ConfigError
-from p2p_engine.transfer_config import CONNECTOR, EXTRA
+from p2p_engine.transfer_config import CONNECTOR, EXTRA, MODULE_KEY, MODULE_PATH
 from p2p_engine.wire.addresses import is_any_address
 
 MAX_FILE_BYTES = 1 << 20  # a launch file has some thousand
@@ -72,24 +71,26 @@ def changes(text: LaunchText) -> Iterator[Change]:
     yield from _of_words(text)
     yield from _of_options(text)
     configs = _configs(text)
-    extras = [setting.below for config in configs for setting in config if setting.key == EXTRA]
+    extras = {id(setting.below) for config in configs for setting in config if setting.key == EXTRA}
     for mapping in text.mappings:
-        if not any(mapping is extra for extra in extras):
+        if id(mapping) not in extras:
             yield from _of_mapping(mapping)
     for config in configs:
         yield from _of_config(config)
 
 
 def _of_words(text: LaunchText) -> Iterator[Change]:
+    is_alias = any(_value(config, MODULE_KEY) == MODULE_PATH for config in _configs(text))
+    nixls = {} if is_alias else NIXL_SETTINGS  # under NIXL's name, its variables are ours
     for line, found in text.find(_VARIABLE):
         variable = found.group()
-        instead = REMOVED_VARIABLES.get(variable) or NIXL_SETTINGS.get(variable)
+        instead = REMOVED_VARIABLES.get(variable) or nixls.get(variable)
         if instead:
             yield line, f"{variable}: {instead}"
     for line, found in text.find(_OLD_PROXY):
         yield line, f"{found.group()}: write p2p-engine proxy; it has the same ports"
     for line, found in text.find(_MODULE):
-        yield line, f"{found.group()}: write p2p_engine.connector, or remove {MODULE_PATH}"
+        yield line, f"{found.group()}: write p2p_engine.connector, or remove {MODULE_KEY}"
     for line, found in text.find(_NAME):
         if found["variable"] not in (None, "kv_connector") and found["name"] in NIXL_CONNECTORS:
             yield line, f"{found['name']}: {NIXL_CONNECTORS[found['name']]}"
@@ -115,7 +116,7 @@ def _of_mapping(mapping: list[Setting]) -> Iterator[Change]:
 def _of_config(config: list[Setting]) -> Iterator[Change]:
     """Name what one --kv-transfer-config says of NIXL, and settings that would be refused."""
     name = _value(config, "kv_connector")
-    path = _value(config, MODULE_PATH)
+    path = _value(config, MODULE_KEY)
     known = _NAME.search(name)
     if (known is None and name.isidentifier()) or (path and not path.startswith("vllm.")):
         return  # another connector

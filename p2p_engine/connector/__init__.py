@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from p2p_engine.transfer_config import CONNECTOR, NIXL_NAME
+
 if TYPE_CHECKING:
     from p2p_engine.connector.connector import P2pNcclConnector
 
-__all__ = ["P2pNcclConnector", "register"]
+    NixlConnector = P2pNcclConnector
 
-NAME = "P2pNcclConnector"
+__all__ = ["NixlConnector", "P2pNcclConnector", "register"]
+
 _MODULE = "p2p_engine.connector.connector"
 
 
@@ -20,13 +23,14 @@ def register() -> None:
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(NAME, _MODULE, NAME)
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, _MODULE, CONNECTOR)
 
 
 def __getattr__(name: str) -> Any:
-    """Load the connector on first use, so that `kv_connector_module_path` works with this name."""
-    if name != NAME:
+    """Load the connector on first use: `kv_connector_module_path` works with its name, and with
+    that of vLLM's NixlConnector."""
+    if name not in (CONNECTOR, NIXL_NAME):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from p2p_engine.connector.connector import P2pNcclConnector
 

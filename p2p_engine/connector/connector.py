@@ -44,7 +44,9 @@ from p2p_engine.connector.support import (
     check_supported,
     directory_port,
     identifies_media,
+    name_unread_settings,
     num_local_ranks,
+    our_settings,
     read_config,
 )
 from p2p_engine.connector.weights import Weights, hear_of_weights
@@ -99,7 +101,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         compat.show_logs()
         if not compat.check_version():
             logger.warning("this vLLM is newer than the releases that this was tested with")
-        transfer, parallel = self._kv_transfer_config, vllm_config.parallel_config
+        transfer, parallel = our_settings(self._kv_transfer_config), vllm_config.parallel_config
         check_supported(vllm_config)
         self._config = read_config(transfer, num_local_ranks(parallel))
         if self._config.layerwise and (obstacle := compat.obstacle_to_layers(vllm_config)):
@@ -123,6 +125,7 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         self._invalid_block_ids: set[int] = set()
         self._handled: BaseException | None = None  # where the step began
         if role is KVConnectorRole.SCHEDULER:  # made after the workers, which have checked it
+            name_unread_settings(self._kv_transfer_config)
             self._groups = layer_groups(kv_cache_config)
             self._scheduler = self._make_scheduler_half()
         else:

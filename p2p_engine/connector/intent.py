@@ -17,6 +17,7 @@ import msgspec
 
 from p2p_engine.config import SendMode
 from p2p_engine.connector.untransferred import Reason
+from p2p_engine.wire.addresses import split_address
 from p2p_engine.wire.messages import TransferKey
 from p2p_engine.wire.request_ids import (
     EngineId,
@@ -175,8 +176,8 @@ def _flagged_intent(
         send_type = SendMode.GET
     if transfer_id is None:
         raise InvalidParams("do_remote_prefill without transfer_id")
-    if direction is Direction.LOAD and peer is None:
-        _check_load_from_anybody(params, send_type)
+    if direction is Direction.LOAD:
+        _check_engine(params) if peer else _check_load_from_anybody(params, send_type)
     key = _key(transfer_id, engine_id)
     if direction is Direction.SEND:
         earlier = _earlier(params, engine_id, instance)
@@ -209,6 +210,7 @@ def _earlier(
     malformed costs its recall only."""
     try:
         if params.get("remote_block_ids"):
+            _check_engine(params)
             name, peer = _transfer_id(params, "remote_request_id"), _peer(params)
         else:
             place = {f"remote_{part}": params.get(f"stashed_{part}") for part in ("host", "port")}
@@ -251,6 +253,21 @@ def _check_load_from_anybody(params: Mapping[str, Any], send_type: SendMode) -> 
             "remote_bootstrap_addr without remote_host and remote_port: nobody would send",
             Reason.NO_ADDRESS,
         )
+
+
+def _check_engine(params: Mapping[str, Any]) -> None:
+    """Refuse what vLLM's own NixlConnector has answered: an engine of ours is named by its address.
+    A message of ours would end the thread that answers NIXL's handshakes."""
+    engine = params.get("remote_engine_id")
+    if params.get("send_type") is not None or not isinstance(engine, str):
+        return
+    try:
+        split_address(engine)
+    except ValueError:
+        raise InvalidParams(
+            f"remote_engine_id {_shown(engine)} is an engine of vLLM's NixlConnector, not ours: "
+            "both instances must have P2pNcclConnector's class"
+        ) from None
 
 
 def _direction_by_role(proxy_id: ProxyId, instance: ThisInstance) -> Direction:

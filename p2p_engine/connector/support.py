@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import logging
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,13 @@ from p2p_engine.connector import compat
 from p2p_engine.connector.serving import supervised_rank
 from p2p_engine.control.fleet_key import read_key_file
 from p2p_engine.errors import ConfigError
+from p2p_engine.transfer_config import (
+    EXTRA,
+    NIXL_NAME,
+    TransferConfig,
+    read_nixls,
+    unread_settings,
+)
 from p2p_engine.wire.addresses import is_any_address, route_from
 
 if TYPE_CHECKING:
@@ -53,6 +61,12 @@ def check_supported(vllm_config: VllmConfig) -> None:
             raise ConfigError(f"sleep_mode_backend={backend} is not supported; allowed: cumem")
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
+    names = getattr(model, "architectures", None) if transfer.kv_connector == NIXL_NAME else None
+    if names and names[0].startswith("Step5"):
+        raise ConfigError(
+            f"{names[0]} under the name {NIXL_NAME} is not supported: vLLM lets NIXL transfer the "
+            "summaries of its sparse attention, and refuses us by our own name"
+        )
     if transfer.kv_role != "kv_producer" and compat.returns_routed_experts(vllm_config):
         raise ConfigError(
             "enable_return_routed_experts is not supported where KV is loaded: vLLM has no record "
@@ -108,6 +122,28 @@ def directory_port(transfer: KVTransferConfig, parallel: ParallelConfig) -> int:
             "for any free port"
         )
     return port
+
+
+def our_settings(transfer: KVTransferConfig) -> KVTransferConfig:
+    """Return vLLM's configuration of us; under NIXL's name, with NIXL's settings as ours.
+
+    Raises:
+        ConfigError: as `read_nixls`.
+    """
+    given = _as_json(transfer)
+    read = read_nixls(given, os.environ)
+    return transfer if read is given else dataclasses.replace(transfer, **read)
+
+
+def name_unread_settings(transfer: KVTransferConfig) -> None:
+    """Log which of NIXL's settings mean nothing to us."""
+    if unread := unread_settings(_as_json(transfer)):
+        logger.warning("settings of NixlConnector without effect: %s", ", ".join(unread))
+
+
+def _as_json(transfer: KVTransferConfig) -> TransferConfig:
+    names = ("kv_connector", "kv_port", EXTRA)
+    return {name: getattr(transfer, name) for name in names}
 
 
 def read_config(transfer: KVTransferConfig, num_local_ranks: int = 1) -> EngineConfig:

@@ -5,6 +5,7 @@ They belong to the holder of the I/O lock of plane.py; nothing here blocks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import TypeAlias
 
 import zmq
 
+from p2p_engine.bounded import RateLimitedWarnings
 from p2p_engine.control.affinity import cores_to_take_back
 from p2p_engine.control.auth import (
     ANSWER_QUEUE_FRAMES,
@@ -26,6 +28,7 @@ from p2p_engine.control.auth import (
 from p2p_engine.control.dialler import Dialler, Refused
 from p2p_engine.control.fleet_key import Secrets
 from p2p_engine.control.listener import Listener
+from p2p_engine.wire import nixl_handshake
 from p2p_engine.wire.addresses import join_address
 
 logger = logging.getLogger(__name__)
@@ -85,6 +88,7 @@ class Sockets:
         self._served: dict[int, Callable[[], None]] = {}  # by descriptor
         self._suspects: set[zmq.Socket[bytes]] = set()  # may hold unsignalled frames
         self._answers = answers
+        self._warnings = RateLimitedWarnings(logger)
         self._is_closed = False
         self._listener = Listener(host, ports)
         self.address = join_address(host, self._listener.port)
@@ -230,11 +234,7 @@ class Sockets:
     def _take(self, source: zmq.Socket[bytes], name: bytes, frame: zmq.Frame) -> None:
         intake, fd = self._intakes[source], _descriptor_of(frame)
         if frame.more:
-            while source.recv(zmq.NOBLOCK, copy=False).more:
-                pass
-            self.dropped_frames += 1
-            self._serve_events()  # the intake may not know the connection yet
-            intake.end(fd, "it sends messages of several parts")
+            self._take_parts(source, name, frame)
             return
         self.frames_received += 1
         intake.take(fd, len(frame))
@@ -246,6 +246,30 @@ class Sockets:
             self._on_frame(Route(identity=name), frame.bytes)
         elif address := self._dialler.address_of(name):
             self._on_frame(Route(address), frame.bytes)
+
+    def _take_parts(self, source: zmq.Socket[bytes], name: bytes, first: zmq.Frame) -> None:
+        """Drop a message of several parts, as none of ours is, and cut its connection; refuse a
+        NixlConnector by name."""
+        second = last = source.recv(zmq.NOBLOCK, copy=False)
+        while last.more:
+            last = source.recv(zmq.NOBLOCK, copy=False)
+        self.dropped_frames += 1
+        self._serve_events()  # the intake may not know the connection yet
+        parts = [first.bytes, second.bytes] if second is last else []
+        if source is self._router and self._answers and nixl_handshake.is_question(parts):
+            self._refuse_nixl(name, first, sum(map(len, parts)))
+        else:
+            self._intakes[source].end(_descriptor_of(first), "it sends messages of several parts")
+
+    def _refuse_nixl(self, name: bytes, frame: zmq.Frame, num_bytes: int) -> None:
+        fd = _descriptor_of(frame)
+        self._authenticator.connections.prove(fd)
+        self._authenticator.intake.take(fd, num_bytes)
+        host = frame.get("Peer-Address")
+        self._warnings.warn("%s asked for NIXL's handshake; %s", host, nixl_handshake.REFUSAL)
+        self._suspects.add(self._router)
+        with contextlib.suppress(zmq.ZMQError):  # it has gone, or does not read
+            self._router.send_multipart([name, *nixl_handshake.refusal()], zmq.NOBLOCK)
 
 
 def _descriptor_of(frame: zmq.Frame) -> int:

@@ -55,6 +55,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from p2p_engine.connector import compat
 from p2p_engine.connector.connector import P2pNcclConnector
+from p2p_engine.transfer_config import CONNECTOR
 from tests.doubles import vllm_config
 from tests.doubles.device import DeviceDouble
 
@@ -333,6 +334,7 @@ class InstanceDouble:
         num_speculative_tokens: int = 0,
         num_modules: int = 1,
         max_num_seqs: int = 32,
+        connector: str = CONNECTOR,
         **extra: Any,
     ) -> None:
         """`kv_port` is its directory's; a data-parallel rank was configured with a lower one.
@@ -361,6 +363,7 @@ class InstanceDouble:
             pp_size=pp_size,
             dp_rank=dp_rank,
             max_num_seqs=max_num_seqs,
+            connector=connector,
         )
         self.block_size = block_size
         self.num_modules = num_modules

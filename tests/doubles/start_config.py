@@ -17,7 +17,7 @@ def configs(**changes: Any) -> tuple[Any, Any]:
     )  # fmt: skip
     model = SimpleNamespace(enable_sleep_mode=False, sleep_mode_backend="cumem")
     outputs = SimpleNamespace(enable_return_routed_experts=False)
-    transfer = SimpleNamespace(engine_id="e", kv_role="kv_both")
+    transfer = SimpleNamespace(kv_connector="P2pNcclConnector", engine_id="e", kv_role="kv_both")
     for name, value in changes.items():
         owner = next(item for item in (parallel, model, outputs, transfer) if hasattr(item, name))
         setattr(owner, name, value)

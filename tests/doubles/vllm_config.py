@@ -17,6 +17,8 @@ from vllm.config import (
     set_current_vllm_config,
 )
 
+from p2p_engine.transfer_config import CONNECTOR, MODULE_PATH
+
 BLOCK_SIZE = 16
 NUM_LAYERS = 3
 NUM_HEADS = 2
@@ -58,8 +60,9 @@ def make_config(
     pp_size: int = 1,
     dp_rank: int = 0,
     max_num_seqs: int = 32,
+    connector: str = CONNECTOR,
 ) -> VllmConfig:
-    """Configure vLLM for our connector."""
+    """Configure vLLM for our connector, by either of its names."""
     model_config = ModelConfig(
         model=str(model),
         dtype="float32",
@@ -83,8 +86,8 @@ def make_config(
         cache_config=cache_config,
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
-            kv_connector="P2pNcclConnector",
-            kv_connector_module_path="p2p_engine.connector",
+            kv_connector=connector,
+            kv_connector_module_path=MODULE_PATH,
             kv_role=role,
             kv_port=kv_port,
             kv_load_failure_policy=policy,

@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
+from p2p_engine.transfer_config import NIXL_NAME
 from tests import marks
 from tests.doubles.clock import Clock
 from tests.doubles.instance import BLOCK_SIZE, continuation
@@ -104,6 +105,20 @@ def test_kv_moves_and_is_not_computed_again(make_pair: MakePair, router: type[Ll
     pair.check_answers(num_computed=1)
     how = {answer["transfer_mode"] for answer in answers if answer is not None}
     assert how == {"push" if router in PUSHED else "pull"}
+    pair.run()
+    pair.check_at_rest()
+
+
+@pytest.mark.parametrize("router", [LlmdSidecar, SmgNixl, LlmdMoriio])
+@pytest.mark.parametrize("named", [("prefill", "decode"), ("prefill",), ("decode",)])
+def test_kv_moves_under_nixls_name(
+    make_pair: MakePair, router: type[LlmdSidecar], named: tuple[str, ...]
+) -> None:
+    """Of both instances, or of one."""
+    under = {"connector": NIXL_NAME, "kv_lease_duration": 30, "backends": ["UCX"]}
+    pair = make_pair(**dict.fromkeys(named, under))
+    play(pair, router)
+    pair.check_answers(num_computed=1)
     pair.run()
     pair.check_at_rest()
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +15,7 @@ from p2p_engine.cli.tiny_model import ensure_tiny_model
 from p2p_engine.transfer_config import EXTRA
 from tests import marks
 from tests.compat.fleet import BOOT_SECONDS, VLLM_ARGS
-from tests.compat.workload import Answer, Question, ask, mixed_questions
+from tests.compat.workload import Question, ask, mixed_questions
 from tests.doubles.routers import (
     AibrixNixl,
     AibrixShfs,
@@ -33,7 +30,6 @@ from tests.doubles.routers import (
     LlmdSidecar,
     ProductionStack,
     RayServeDefault,
-    Served,
     SmgMooncake,
     SmgMoriio,
     SmgMoriioAtOnce,
@@ -45,8 +41,8 @@ from tests.doubles.routers import (
 from tests.support import eventually
 from tests.vllm.load import ENVIRONMENT, check_nothing_held
 from tests.vllm.observing import by_label, prompt_tokens
+from tests.vllm.routed import play, served
 
-SECONDS = 120.0
 # They register with nobody who would answer: a request's id names instances only for those that do.
 SETTINGS = {
     "lease_seconds": 10,
@@ -76,7 +72,6 @@ TRANSFERRED: dict[type[LlmdSidecar], str] = {
 NOT_TRANSFERRED = [AibrixNixl, SmgUnlabelled, LlmdMooncake, SmgMooncake]
 
 pytestmark = [marks.vllm, marks.slow, pytest.mark.timeout(1800)]
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ class BehindRouters:
     decode: Member
 
     def make(self, router: type[LlmdSidecar], memory: Json) -> LlmdSidecar:
-        return router(_served(self.prefill), _served(self.decode), memory)
+        return router(served(self.prefill), served(self.decode), memory)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +109,7 @@ def test_kv_moves_and_tokens_are_right(
     questions = _questions(router)
     before, memory = prompt_tokens(servers.decode), dict[str, object]()
     for question in questions:
-        answered, tokens = _play(servers.make(router, memory), question)
+        answered, tokens = play(servers.make(router, memory), question)
         assert tokens == ask(servers.single.url, question)
         assert answered is not None
         assert answered["transfer_mode"] == how
@@ -130,7 +125,7 @@ def test_decode_computes_what_nobody_would_send_to_it(
 ) -> None:
     before = prompt_tokens(servers.decode)
     for question in _questions(router):
-        _, tokens = _play(servers.make(router, {}), question)
+        _, tokens = play(servers.make(router, {}), question)
         assert tokens == ask(servers.single.url, question)
     moved = prompt_tokens(servers.decode) - before
     assert moved["external_kv_transfer"] == 0
@@ -146,47 +141,6 @@ def _questions(router: type[LlmdSidecar]) -> list[Question]:
     seed = sum(router.__name__.encode())
     mixed = mixed_questions(str(ensure_tiny_model()), 7000 + seed)
     return [mixed[0], mixed[3], mixed[6], mixed[-1]]
-
-
-def _play(router: LlmdSidecar, question: Question) -> tuple[Json | None, Answer]:
-    """Do with a client's request what the router does; what prefill answered, decode's tokens."""
-    body = dict(question.body)
-
-    def ask_decode(answer: Json | None) -> Json:
-        url = router.decode.http_address + question.path
-        return _post(url, router.decode_body(body, answer), router.headers)
-
-    def ask_prefill() -> Json:
-        url = router.prefill.http_address + question.path
-        answer = _post(url, router.prefill_body(body), router.headers)
-        router.take_answer(answer.get("kv_transfer_params"))
-        return answer
-
-    if router.is_concurrent:
-        with ThreadPoolExecutor(1) as pool:
-            later = pool.submit(ask_decode, None)
-            first, second = ask_prefill(), later.result(SECONDS)
-    else:
-        first = ask_prefill()
-        second = ask_decode(first)
-    tokens = {choice["index"]: choice["token_ids"] for choice in second["choices"]}
-    return first.get("kv_transfer_params"), tokens
-
-
-def _post(address: str, body: Json, headers: dict[str, str]) -> Json:
-    request = urllib.request.Request(
-        f"http://{address}",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json", **headers},
-    )
-    with _direct.open(request, timeout=SECONDS) as response:
-        answer: Json = json.loads(response.read())
-    return answer
-
-
-def _served(member: Member) -> Served:
-    assert member.plan is not None
-    return Served(member.http_address, member.plan.kv_address)
 
 
 def _check_nothing_open(servers: BehindRouters) -> None:
