@@ -86,7 +86,7 @@ def test_an_array_leaves_after_the_work_in_cupys_stream(transport: str) -> None:
             array.fill(7)
             sent = sender.send_tensor(KEY, array, receiver.zmq_address)
         eventually(lambda: receiver.stats()["live_bytes"] > 0)  # it is granted
-        assert not sent.released
+        assert not sent.wait_released(0.3)
         opened.set()
         assert (receiver.recv_tensor(KEY, timeout=10) == 7).all()
 
