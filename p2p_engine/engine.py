@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -30,7 +30,15 @@ from p2p_engine.errors import (
     TransferTimeout,
 )
 from p2p_engine.memory.jobs import Moment
-from p2p_engine.memory.layout import Sink, Source, TensorSink, TensorSource, check_reachable
+from p2p_engine.memory.layout import (
+    Array,
+    Sink,
+    Source,
+    TensorSink,
+    TensorSource,
+    as_tensor,
+    check_reachable,
+)
 from p2p_engine.memory.paged import Beginning, PagedSource
 from p2p_engine.memory.ready_layers import ReadyLayers
 from p2p_engine.peers.closing_channels import CLOSE_SECONDS
@@ -51,6 +59,7 @@ from p2p_engine.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
+A = TypeVar("A", bound=Array)
 WITHDRAW_SECONDS = 2.0  # a copy stops at its next slice
 
 
@@ -488,15 +497,20 @@ class P2pNcclEngine:
 
     # Tensors by name
 
-    def send_tensor(self, key: TransferKey, tensor: torch.Tensor, peer: str) -> Transfer:
-        """Send a tensor of this device according to send_type. With PUT, blocks until it has left.
+    def send_tensor(self, key: TransferKey, array: Array, peer: str) -> Transfer:
+        """Send an array of torch, cupy or numpy that is on this device, according to send_type.
+        With PUT, blocks until it has left.
 
-        A contiguous tensor is not copied: leave it unchanged until the transfer is released.
+        A contiguous array is not copied: leave it unchanged until the transfer is released. On a
+        GPU, it is read after all that torch's current stream and, for an array of cupy's, cupy's
+        current stream have been told to do.
 
         Raises:
+            LocalProtocolError: the array is on another device, or no tensor can be over its memory
+                (dtype, byte order, negative stride).
             TransferTimeout, PeerError, ...: PUT only; otherwise the transfer has them.
         """
-        source = TensorSource(tensor, device=self._tensor_device)
+        source = TensorSource(as_tensor(array), device=self._tensor_device)
         if self.config.send_type is SendMode.GET:
             return self.hold(key, source)
         transfer = self.send(key, PeerAddress(peer), source)
@@ -504,33 +518,54 @@ class P2pNcclEngine:
             _wait_or_withdraw(transfer, self.config.transfer_timeout_seconds)
         return transfer
 
+    @overload
+    def recv_tensor(
+        self, key: TransferKey, peer: str | None = None, *, timeout: float, out: None = None
+    ) -> torch.Tensor: ...
+
+    @overload
+    def recv_tensor(
+        self, key: TransferKey, peer: str | None = None, *, timeout: float, out: A
+    ) -> A: ...
+
     def recv_tensor(
         self,
         key: TransferKey,
         peer: str | None = None,
         *,
         timeout: float,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Block until the tensor is there, for at most `timeout` seconds; in GET mode it is pulled.
+        out: A | None = None,
+    ) -> torch.Tensor | A:
+        """Block until the tensor is there, for at most `timeout` seconds, and return it; in GET
+        mode it is pulled.
+
+        It is a new torch tensor, which cupy and numpy read by DLPack, or `out`: a contiguous array
+        of torch, cupy or numpy on this device. On a GPU, `out` is written after what
+        `send_tensor` would wait for.
 
         Raises:
+            LocalProtocolError: `out` is on another device, read-only or not contiguous, or no
+                tensor can be over its memory.
             TransferTimeout: it did not come in time.
             P2pError: it will not come; says why.
         """
-        if out is not None:
-            check_reachable(out, self._tensor_device)
-            if not out.is_contiguous() or out.is_conj() or out.is_neg():
-                raise LocalProtocolError("out must be contiguous")
+        target = None if out is None else self._target(out)
         allocate = functools.partial(torch.empty, device=self._tensor_device)
-        sink = TensorSink(out, allocate)
+        sink = TensorSink(target, allocate)
         address = PeerAddress(peer) if peer is not None else None
         pull = self.config.send_type is SendMode.GET
         transfer = self.receive(key, sink, peer=address, pull=pull, timeout=timeout)
         _wait_or_withdraw(transfer, timeout + self.config.retry_seconds)
         if sink.tensor is None:
             raise LocalProtocolError(f"{key} ended without a tensor")
-        return sink.tensor
+        return sink.tensor if out is None else out
+
+    def _target(self, out: Array) -> torch.Tensor:
+        target = as_tensor(out, is_written=True)
+        check_reachable(target, self._tensor_device)
+        if not target.is_contiguous() or target.is_conj() or target.is_neg():
+            raise LocalProtocolError("out must be contiguous")
+        return target
 
     # Observing and closing
 

@@ -10,15 +10,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from mempool import SupportsDLPack, tensor_over
 from p2p_engine.errors import LocalProtocolError, P2pError, RemoteProtocolError
 from p2p_engine.wire.messages import CacheSpec, Manifest
 
+Array: TypeAlias = SupportsDLPack  # of torch, cupy or numpy
 T = TypeVar("T")
 Int64s = npt.NDArray[np.int64]
 ALL_LAYERS = slice(None)
@@ -238,15 +240,28 @@ class Sink(Protocol):
         ...
 
 
+def as_tensor(array: Array, *, is_written: bool = False) -> torch.Tensor:
+    """Return a tensor over the memory of an array of torch, cupy or numpy (`mempool.tensor_over`).
+
+    Raises:
+        LocalProtocolError: no tensor can be there.
+    """
+    try:
+        return tensor_over(array, is_written=is_written)
+    except (BufferError, TypeError) as error:
+        raise LocalProtocolError(str(error)) from error
+
+
 def check_reachable(tensor: torch.Tensor, device: str = "cpu") -> None:
     """Check that an engine of this device can reach the bytes of a tensor.
 
     Raises:
         LocalProtocolError: the tensor is on another device, or not dense.
     """
-    kind = torch.device(device).type
-    if tensor.device.type != kind or tensor.layout != torch.strided:
-        raise LocalProtocolError(f"not a dense {kind} tensor: {tensor.device} {tensor.layout}")
+    ours, its = torch.device(device), tensor.device
+    is_there = (its.type, its.index or 0) == (ours.type, ours.index or 0)
+    if not is_there or tensor.layout != torch.strided:
+        raise LocalProtocolError(f"not a dense tensor on {device}: {its} {tensor.layout}")
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from mempool import Arena
+from p2p_engine import EngineConfig, P2pNcclEngine, TransferKey
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.device import Device
 from p2p_engine.memory.layout import one_region
@@ -306,3 +308,34 @@ def race_slow_producers(machine: Machine, *, rounds: int, nbytes: int) -> Figure
     cuda.destroy_stream(stream)
     assert device.close(10)
     return {"rounds": rounds, "stale_bytes": stale}
+
+
+def send_arrays(machine: Machine, *, rounds: int, nbytes: int) -> Figures:
+    """cupy's arrays, sent and given as `out` before what fills them has run; cupy compares."""
+    cupy, release = machine.find_cupy()
+    if cupy is None:
+        return {"rounds": 0, "cupy": release}
+    stream, wrong = cupy.cuda.Stream(non_blocking=True), 0
+    with contextlib.ExitStack() as stack:
+        sender, receiver = (stack.enter_context(_tensor_engine(machine, nbytes)) for _ in range(2))
+        array, out = (cupy.empty(nbytes, cupy.uint8) for _ in range(2))
+        for number in range(rounds):
+            opened, key, value = threading.Event(), TransferKey(f"array {number}"), number % 256
+            with stream:
+                stream.launch_host_func(opened.wait, 20)
+                array.fill(value)
+                out.fill(255 - value)
+                sent = sender.send_tensor(key, array, receiver.zmq_address)
+                opened.set()
+                receiver.recv_tensor(key, sender.zmq_address, timeout=60.0, out=out)
+                sent.wait(60.0)
+                wrong += int(np.count_nonzero(cupy.asnumpy(out) != value))
+    return {"rounds": rounds, "wrong_bytes": wrong, "cupy": release}
+
+
+def _tensor_engine(machine: Machine, nbytes: int) -> P2pNcclEngine:
+    settings = machine.settings("cuda_ipc", kv_buffer_size=4 * nbytes, mem_pool_size_gb=0.01)
+    engine = P2pNcclEngine(EngineConfig(**settings))
+    if not torch.cuda.is_available():  # the double's memory is the host's, and so are its tensors
+        engine._tensor_device = "cpu"
+    return engine

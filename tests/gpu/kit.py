@@ -89,6 +89,13 @@ class Kit:
         assert not figures["stale_bytes"], figures
         return figures
 
+    def arrays(self) -> Any:
+        """Arrays of cupy's, where it is installed."""
+        rounds = max(1, self.sizes.rounds // 20)
+        figures = checks.send_arrays(self.machine, rounds=rounds, nbytes=MIB)
+        assert not figures.get("wrong_bytes"), figures
+        return figures
+
     def exchange(self, transport: str, send_type: str, share: float = 1.0) -> Any:
         """Transfers each way between two processes."""
         sizes = self.sizes
@@ -168,6 +175,7 @@ PARTS = {
         "NCCL to itself": Kit.to_itself,
         "slow producers": partial(Kit.slow_producers, share=0.05),
         **{name: partial(call, share=0.1) for name, call in _EXCHANGES.items() if "ASYNC" in name},
+        "arrays of cupy's": Kit.arrays,
     }),
     # Never wrong: every byte that arrives is compared.
     "bytes": KitPart(420, {

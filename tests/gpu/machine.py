@@ -15,6 +15,7 @@ from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.kernels import Compiler
 from p2p_engine.gpu.pack_kernel import KERNEL
 from p2p_engine.transports.nccl.library import Nccl, show_version
+from tests.gpu.oracle import find_cupy
 
 # Two ranks on one GPU: NCCL takes them for two hosts, and they meet over the loopback ...
 TWO_HOSTS = {
@@ -29,12 +30,13 @@ ONE_HOST = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the libraries are (empty: where the engine finds them), and whether the two ranks of a
-    group are two hosts to NCCL."""
+    """Where the libraries are (empty: where the engine finds them), whether the two ranks of a
+    group are two hosts to NCCL, and the module that is cupy."""
 
     cudart: str = ""
     nccl: str = ""
     are_hosts: bool = True
+    cupy: str = "cupy"
 
     def environment(self, number: int) -> dict[str, str]:
         """Return the variables with which process `number` is started."""
@@ -71,12 +73,17 @@ class Machine:
             "nvrtc": compiler.version(),
             "image_bytes": len(compiler.compile(KERNEL, capability)),
             "torch": torch.__version__,
+            "cupy": self.find_cupy()[1],
             "python": platform.python_version(),
             "kernel": platform.release(),
             "cores": len(os.sched_getaffinity(0)),
             "locked_memory_limit": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
             "has_pidfd": _has_pidfd(),
         }
+
+    def find_cupy(self) -> tuple[Any, str]:
+        """Return cupy, or None, and its release or why it is not there."""
+        return find_cupy(self.cupy)
 
     def load(self) -> tuple[Cuda, Nccl]:
         """Load both libraries, for the calling thread."""

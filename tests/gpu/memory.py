@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 
 from mempool import Arena
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.memory.paged import PagedCache, PagedSink, PagedSource
+from tests.gpu.oracle import read_by
 
 SEED = 7
 ONE_BLOCK = np.zeros(1, np.int64)
@@ -29,10 +31,12 @@ def draw(seed: str, count: int, max_bytes: int, budget_bytes: int) -> list[tuple
 
 class GpuMemory:
     """Owns 2 * max_bytes of random device memory, `num_slots` times max_bytes to receive into, and
-    host memory in which both are compared. Pieces start below max_bytes."""
+    host memory in which both are compared, also by cupy if it is there. Pieces start below
+    max_bytes."""
 
-    def __init__(self, cuda: Cuda, max_bytes: int, num_slots: int) -> None:
+    def __init__(self, cuda: Cuda, max_bytes: int, num_slots: int, cupy: Any) -> None:
         self._cuda = cuda
+        self._cupy = cupy
         self._stream = cuda.create_stream()
         self._max_bytes = max_bytes
         self._host = Arena(2 * max_bytes)
@@ -59,8 +63,10 @@ class GpuMemory:
         address = self._slots + slot * self._max_bytes
         self._cuda.copy(self._host.address, address, size, self._stream)
         self._cuda.synchronize(self._stream)
-        got = np.frombuffer(self._host.view(0, size), np.uint8)
-        return bool(np.array_equal(got, self._expected[offset : offset + size]))
+        reads = [np.frombuffer(self._host.view(0, size), np.uint8)]
+        if self._cupy is not None:
+            reads.append(read_by(self._cupy, address, size))
+        return all(np.array_equal(got, self._expected[offset : offset + size]) for got in reads)
 
     def close(self) -> None:
         """Give everything back."""

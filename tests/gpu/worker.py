@@ -48,7 +48,7 @@ class Worker:
         """Make an engine, and memory for pieces of at most so many bytes; its address."""
         self._engines.append(P2pNcclEngine(EngineConfig(**settings)))
         if self._memory is None:
-            self._memory = GpuMemory(self._cuda, max_bytes, WINDOW + 1)
+            self._memory = self._make_memory(max_bytes)
         return self._engines[-1].zmq_address
 
     def address(self) -> str:
@@ -63,7 +63,7 @@ class Worker:
         self, plan: dict[str, Any], settings: dict[str, Any]
     ) -> list[dict[str, Any]]:
         """The same between two engines of this process."""
-        memories = [GpuMemory(self._cuda, plan["max_bytes"], WINDOW + 1) for _ in range(2)]
+        memories = [self._make_memory(plan["max_bytes"]) for _ in range(2)]
         engines = [P2pNcclEngine(EngineConfig(**settings)) for _ in range(2)]
         reports: list[dict[str, Any]] = [{}, {}]
 
@@ -182,6 +182,9 @@ class Worker:
     def _abort(self, comm: int) -> None:
         self._cuda.use(0)
         self._nccl.abort(comm)
+
+    def _make_memory(self, max_bytes: int) -> GpuMemory:
+        return GpuMemory(self._cuda, max_bytes, WINDOW + 1, self._machine.find_cupy()[0])
 
     def _memory_of(self) -> GpuMemory:
         assert self._memory is not None, "start comes first"

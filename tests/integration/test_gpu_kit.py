@@ -8,12 +8,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.doubles import cupy_arrays
 from tests.doubles.gpu import GpuDouble
-from tests.gpu import kit
+from tests.gpu import checks, kit
 from tests.gpu.kit import PARTS, SMALL, Kit, run_part
 from tests.gpu.machine import Machine
+from tests.gpu.memory import GpuMemory
 
 DOUBLE = GpuDouble()
 MINUTES = 8
@@ -25,7 +28,8 @@ def lines_of(folder: Path, part: str) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Kit]:
-    with Kit(Machine(DOUBLE.path, DOUBLE.path), SMALL, seed=1) as kit:
+    machine = Machine(DOUBLE.path, DOUBLE.path, cupy="tests.doubles.cupy_arrays")
+    with Kit(machine, SMALL, seed=1) as kit:
         yield kit
 
 
@@ -39,6 +43,27 @@ def test_each_part_ends_with_its_figures(name: str, made: Kit, tmp_path: Path) -
     assert [line["step"] for line in steps] == list(PARTS[name].steps)
     assert all(line["figures"] for line in steps)
     assert end["failed"] == 0
+
+
+def test_a_machine_without_cupy_says_so() -> None:
+    machine = Machine(DOUBLE.path, DOUBLE.path, cupy="not_a_module")
+    says = "not installed: No module named 'not_a_module'"
+    assert machine.describe()["cupy"] == says
+    assert checks.send_arrays(machine, rounds=3, nbytes=8) == {"rounds": 0, "cupy": says}
+
+
+def test_bytes_that_cupy_reads_otherwise_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, _ = Machine(DOUBLE.path, DOUBLE.path).load()
+    memory, piece = GpuMemory(cuda, 4096, 1, cupy_arrays), (5, 1000)
+    source = memory.source(piece)
+    sides = source.regions(0, 1), memory.sink(0, 1000).regions(source.manifest, 0, 1)
+    here, there = (int(side.addresses[0]) for side in sides)
+    cuda.copy(there, here, 1000, 0)
+    cuda.synchronize(0)
+    assert memory.holds(0, piece)
+    monkeypatch.setattr(cupy_arrays, "asnumpy", lambda array: np.zeros(array.shape, np.uint8))
+    assert not memory.holds(0, piece)
+    memory.close()
 
 
 def test_a_step_that_fails_does_not_keep_others_from_showing_what_they_can(

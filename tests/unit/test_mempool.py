@@ -206,7 +206,7 @@ def test_a_block_freed_during_a_load_makes_the_load_fail(
     def free_then_copy(*_: object) -> None:
         pool.free(block)
 
-    monkeypatch.setattr("mempool.pool.copy_now", free_then_copy)
+    monkeypatch.setattr("mempool.tensors.pool.copy_now", free_then_copy)
     with pytest.raises(StaleBlock):
         pool.load_tensor(block)
 

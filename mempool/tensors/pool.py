@@ -4,10 +4,14 @@ import threading
 from array import array
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TypeVar, overload
 
 import torch
 
 from mempool._native import Arena, Buddy, copy_now
+from mempool.tensors.arrays import SupportsDLPack, tensor_over
+
+A = TypeVar("A", bound=SupportsDLPack)
 
 MIN_ALIGNMENT_BYTES = 64  # a cache line: every dtype may be viewed, and copies stream
 
@@ -79,8 +83,16 @@ class TensorMemoryPool:
         """Reserve raw bytes; PoolExhausted when no free run is long enough."""
         return self._reserve(nbytes, None, (nbytes,))
 
-    def store_tensor(self, tensor: torch.Tensor) -> PoolBlock:
-        """Copy a tensor in; PoolExhausted when it does not fit. Blocks until it is copied."""
+    def store_tensor(self, array: SupportsDLPack) -> PoolBlock:
+        """Copy an array of torch, cupy or numpy in, from any device, of any strides but negative
+        ones. Blocks until it is copied.
+
+        Raises:
+            PoolExhausted: it does not fit.
+            TypeError, BufferError: no tensor can be over its memory (`tensor_over`), or a tensor
+                has more than its bytes.
+        """
+        tensor = tensor_over(array)
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise TypeError(f"a {tensor.layout} tensor of {tensor.dtype} has more than its bytes")
         block = self._reserve(tensor.nbytes, tensor.dtype, tuple(tensor.shape))
@@ -94,23 +106,39 @@ class TensorMemoryPool:
             raise
         return block
 
-    def load_tensor(self, block: PoolBlock, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy a tensor out, into `out` where given (on any device, of any strides)."""
+    @overload
+    def load_tensor(self, block: PoolBlock, out: None = None) -> torch.Tensor: ...
+
+    @overload
+    def load_tensor(self, block: PoolBlock, out: A) -> A: ...
+
+    def load_tensor(self, block: PoolBlock, out: A | None = None) -> torch.Tensor | A:
+        """Copy a tensor out, and return it: a new torch tensor in host memory, or `out`, an array
+        of torch, cupy or numpy on any device. Blocks until it is copied.
+
+        Raises:
+            StaleBlock: the block is not the pool's any more.
+            ValueError: `out` has another dtype or shape.
+            TypeError, BufferError: `out` is read-only, or no tensor can be over its memory.
+        """
         dtype = block.dtype or torch.uint8
         if out is None:
-            out = torch.empty(block.shape, dtype=dtype)
-        elif out.dtype != dtype or out.shape != block.shape:
-            raise ValueError(
-                f"out is {out.dtype} {tuple(out.shape)}, the block holds {dtype} {block.shape}"
-            )
-        if _is_plain(out):
-            _copy_bytes(self.address(block), out.data_ptr(), block.nbytes)
+            target = torch.empty(block.shape, dtype=dtype)
         else:
-            out.detach().copy_(self.view(block))
+            target = tensor_over(out, is_written=True)
+        if target.dtype != dtype or target.shape != block.shape:
+            given = f"{target.dtype} {tuple(target.shape)}"
+            raise ValueError(f"out is {given}, the block holds {dtype} {block.shape}")
+        if _is_plain(target):
+            _copy_bytes(self.address(block), target.data_ptr(), block.nbytes)
+        else:
+            target.detach().copy_(self.view(block))
+            if target.is_cuda and target is not out:  # cupy does not know torch's stream
+                torch.cuda.current_stream(target.device).synchronize()
         self._locate(
             block
         )  # raises if the block was freed meanwhile: the bytes may be another block's
-        return out
+        return target if out is None else out
 
     def view(self, block: PoolBlock) -> torch.Tensor:
         """Return the block's memory as a tensor, without a copy. Not to be used after the free."""

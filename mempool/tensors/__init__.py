@@ -1,0 +1,1 @@
+"""What a caller stores: arrays, and the pool that keeps them."""
