@@ -16,6 +16,7 @@ from tests.gpu.kit import PARTS, SMALL, Kit, run_part
 from tests.gpu.machine import Machine
 
 DOUBLE = GpuDouble()
+MACHINE = Machine(DOUBLE.path, driver=str(Path(DOUBLE.path).parent))
 MINUTES = 8
 
 
@@ -25,7 +26,7 @@ def lines_of(folder: Path, part: str) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Kit]:
-    with Kit(Machine(DOUBLE.path, DOUBLE.path), SMALL, seed=1) as kit:
+    with Kit(MACHINE, SMALL, seed=1) as kit:
         yield kit
 
 
@@ -65,7 +66,7 @@ from tests.gpu import kit
 from tests.gpu.machine import Machine
 path = GpuDouble().path
 kit.PARTS["first"] = kit.KitPart(0.5, {{"stuck": lambda _: threading.Event().wait(60)}})
-made = kit.Kit(Machine(path, path), kit.SMALL, 1)
+made = kit.Kit(Machine(path), kit.SMALL, 1)
 sys.exit(7 if kit.run_part(made, "first", Path({str(tmp_path)!r})) == 1 else 1)
 """
     done = subprocess.run([sys.executable, "-c", program], check=False, timeout=50)
