@@ -23,7 +23,7 @@ from p2p_engine.control.plane import ControlPlane
 from p2p_engine.control.tick_parts import TickParts
 from p2p_engine.control.timers import ListeningClock
 from p2p_engine.dispatch import Dispatch
-from p2p_engine.errors import ConfigError, TransportError
+from p2p_engine.errors import ConfigError
 from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.device import Device
 from p2p_engine.gpu.environment import check_environment
@@ -317,17 +317,17 @@ class Gpu:
             TransportError: the device cannot be used.
         """
         self._config = config
-        cuda, index = Cuda(config.cudart_library), config.device_index
+        try:
+            cuda, index = Cuda(), config.device_index
+        except ConfigError as error:
+            raise ConfigError(f"device={config.device!r}: {error}") from error
         if "nccl" in config.transports:
             is_mps = cuda.is_shared_by_mps(index)
             check_environment(
                 os.environ, config.nccl_num_channels, registers=config.nccl_register, is_mps=is_mps
             )
             self._nccl = Nccl(config.nccl_library)
-        try:
-            num_devices = cuda.device_count()
-        except TransportError as error:
-            raise ConfigError(f"device={config.device!r}: {error}") from error
+        num_devices = cuda.device_count()
         if not index < num_devices:
             raise ConfigError(f"device={config.device!r}: there are {num_devices} GPUs")
         self.device = Device(cuda, index)

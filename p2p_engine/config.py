@@ -97,7 +97,6 @@ class EngineConfig:
     nccl_max_groups: int = 16
     nccl_register: bool = False
     nccl_library: str = ""
-    cudart_library: str = ""
     page_lock: bool = False
     checksum: bool = False
     proxy_ip: str = ""
@@ -339,7 +338,6 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "nccl_max_groups": _between(1, 1 << 16, int, "1 to 65536"),
     "nccl_register": _flag,
     "nccl_library": _text,
-    "cudart_library": _text,
     "page_lock": _flag,
     "checksum": _flag,
     "proxy_ip": _hosts,

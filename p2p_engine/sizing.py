@@ -140,7 +140,7 @@ def memory_now(config: EngineConfig) -> tuple[int, int]:
     """Return the free and the total bytes of the engine's GPU, whoever uses the rest."""
     from p2p_engine.gpu.cuda import Cuda
 
-    cuda = Cuda(config.cudart_library)
+    cuda = Cuda()
     return cuda.on(config.device_index, cuda.memory)
 
 

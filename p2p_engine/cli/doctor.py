@@ -294,12 +294,11 @@ def check_gpus(transport: str) -> Finding:
 def check_pack_kernel() -> Finding:
     """Check that the kernel which packs small regions can be compiled; takes a fifth of a
     second."""
-    from p2p_engine.gpu.cuda import Cuda  # these load torch
-    from p2p_engine.gpu.kernels import Compiler
+    from p2p_engine.gpu.kernels import Compiler  # these load torch
     from p2p_engine.gpu.pack_kernel import KERNEL
 
     try:
-        compiler = Compiler(Cuda().versions()[0] // 1000)
+        compiler = Compiler()
         compiler.compile(KERNEL, _ANY_CAPABILITY)
     except P2pError as error:
         remedy = (
@@ -307,7 +306,7 @@ def check_pack_kernel() -> Finding:
             "(nvidia-cuda-nvrtc, with CUDA 12 nvidia-cuda-nvrtc-cu12)"
         )
         return note("pack kernel", str(error), remedy)
-    major, minor = compiler.version()
+    major, minor = compiler.version
     return ok("pack kernel", f"NVRTC {major}.{minor} compiles it")
 
 

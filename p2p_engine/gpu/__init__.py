@@ -1,1 +1,1 @@
-"""The GPU part: CUDA through ctypes, the device thread, copies and landing memory."""
+"""The GPU part: CUDA's driver, the device thread, copies and landing memory."""

@@ -1,4 +1,4 @@
-"""The part of the CUDA runtime that the engine uses, through ctypes: no build needs CUDA.
+"""The part of CUDA's driver that the engine uses, by NVIDIA's cuda-bindings.
 
 Streams, events and addresses are plain integers. Every error names the call that failed. A thread
 calls `use` before anything else. The docstring of a call says if it waits for the whole device.
@@ -8,125 +8,89 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
+import importlib
 from collections.abc import Callable
-from concurrent.futures import Future
-from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from p2p_engine.errors import ConfigError, TransportError
-from p2p_engine.gpu.shared_library import bind, load_library
 
 T = TypeVar("T")
-SONAMES = ("libcudart.so.13", "libcudart.so.12")
-WHEELS = ("nvidia.cu13", "nvidia.cuda_runtime")
-IPC_HANDLE_BYTES = 64
-
-_NOT_READY = 600
-_PEER_ACCESS_ALREADY_ENABLED = 704
-_MULTIPROCESSORS = 16
-_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
-_SHARED_BY_MPS = 133  # since CUDA 12.3
-_DISABLE_TIMING = 2
-_NON_BLOCKING = 1
-_PORTABLE_AND_MAPPED = 3
-_LAZY_PEER_ACCESS = 1
-_DEFAULT_DIRECTION = 4
-_CAPTURE_RELAXED = 2
+BINDINGS = "cuda-bindings>=13.0.3,<14"
 
 
-class _IpcHandle(ctypes.Structure):
-    _fields_ = [("reserved", c_char * IPC_HANDLE_BYTES)]
+def load_bindings(name: str) -> Any:
+    """Return a module of cuda-bindings: `driver` or `nvrtc`. Nothing of CUDA's is loaded yet.
 
-
-_FUNCTIONS: dict[str, tuple[object, ...]] = {
-    "cudaGetDeviceCount": (c_void_p,),
-    "cudaSetDevice": (c_int,),
-    "cudaGetDevice": (c_void_p,),
-    "cudaThreadExchangeStreamCaptureMode": (c_void_p,),
-    "cudaRuntimeGetVersion": (c_void_p,),
-    "cudaDriverGetVersion": (c_void_p,),
-    "cudaDeviceGetAttribute": (c_void_p, c_int, c_int),
-    "cudaDeviceCanAccessPeer": (c_void_p, c_int, c_int),
-    "cudaDeviceEnablePeerAccess": (c_int, c_uint),
-    "cudaMalloc": (c_void_p, c_size_t),
-    "cudaFree": (c_void_p,),
-    "cudaMemGetInfo": (c_void_p, c_void_p),
-    "cudaMemcpyAsync": (c_void_p, c_void_p, c_size_t, c_int, c_void_p),
-    "cudaMemsetAsync": (c_void_p, c_int, c_size_t, c_void_p),
-    "cudaStreamCreateWithPriority": (c_void_p, c_uint, c_int),
-    "cudaDeviceGetStreamPriorityRange": (c_void_p, c_void_p),
-    "cudaStreamDestroy": (c_void_p,),
-    "cudaStreamSynchronize": (c_void_p,),
-    "cudaStreamWaitEvent": (c_void_p, c_void_p, c_uint),
-    "cudaEventCreateWithFlags": (c_void_p, c_uint),
-    "cudaEventDestroy": (c_void_p,),
-    "cudaEventRecord": (c_void_p, c_void_p),
-    "cudaEventQuery": (c_void_p,),
-    "cudaHostRegister": (c_void_p, c_size_t, c_uint),
-    "cudaHostUnregister": (c_void_p,),
-    "cudaIpcGetMemHandle": (c_void_p, c_void_p),
-    "cudaIpcOpenMemHandle": (c_void_p, _IpcHandle, c_uint),
-    "cudaIpcCloseMemHandle": (c_void_p,),
-    "cudaGetLastError": (),
-}
+    Raises:
+        ConfigError: the package is not installed; names it.
+    """
+    try:
+        return importlib.import_module(f"cuda.bindings.{name}")
+    except ImportError as error:
+        raise ConfigError(
+            f"a GPU needs NVIDIA's bindings, which torch for CUDA brings: pip install '{BINDINGS}' "
+            f"({error})"
+        ) from error
 
 
 class Cuda:
-    """One process's CUDA runtime."""
+    """The driver in this process, and the primary context of each device, which torch uses too."""
 
-    def __init__(self, path: str = "") -> None:
-        """Load the runtime from `path`, or from torch, its wheels or the system.
+    def __init__(self) -> None:
+        """Load the driver.
 
         Raises:
-            ConfigError: there is none, or it lacks a function.
+            ConfigError: the bindings or the driver are missing, or the driver does not work; with
+                CUDA's own words, such as those for a machine without a GPU.
         """
-        self.library = load_library(path, SONAMES, WHEELS)
-        bind(self.library, c_int, _FUNCTIONS)
-        bind(self.library, c_char_p, {"cudaGetErrorString": (c_int,)})
+        self.driver = load_bindings("driver")
+        try:
+            self.call(self.driver.cuInit, 0)
+        except TransportError as error:
+            raise ConfigError(f"CUDA cannot be used: {error}") from error
+        except RuntimeError as error:  # the bindings find no library, or no function in it
+            raise ConfigError(f"NVIDIA's driver cannot be loaded: {error}") from error
+        results = self.driver.CUresult
+        self._not_ready = results.CUDA_ERROR_NOT_READY
+        self._access_is_enabled = results.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
+        self._contexts: dict[int, Any] = {}  # by device; each lives as long as the process
         self.host_ranges: dict[int, int] = {}  # host memory that copies may use: bytes by address
 
-    def device_count(self) -> int:
-        """Return how many devices there are.
+    def call(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
+        """Call a function of the driver and return its one result, a tuple of several, or None.
 
         Raises:
-            TransportError: there is none, or no driver, or one that is too old; says which.
+            TransportError: the driver refuses; names the function, and says why in CUDA's words.
         """
-        count = c_int()
-        self._call("cudaGetDeviceCount", byref(count))
-        return count.value
+        code, *results = function(*arguments)
+        if code:
+            raise self._error(function, code)
+        return (results[0] if len(results) == 1 else tuple(results)) if results else None
+
+    def device_count(self) -> int:
+        """Return how many devices there are."""
+        return int(self.call(self.driver.cuDeviceGetCount))
+
+    def driver_version(self) -> int:
+        """Return the newest release of CUDA that the driver knows, such as 13000 for 13.0."""
+        return int(self.call(self.driver.cuDriverGetVersion))
 
     def use(self, device: int) -> None:
         """Make a device the current one of the calling thread, for good. The thread must be ours:
         its calls stay allowed while another thread captures a graph, and do not break the
         capture."""
-        self._call("cudaSetDevice", device)
-        mode = c_int(_CAPTURE_RELAXED)
-        self._call("cudaThreadExchangeStreamCaptureMode", byref(mode))
+        self.call(self.driver.cuCtxSetCurrent, self._context(device))
+        relaxed = self.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self.call(self.driver.cuThreadExchangeStreamCaptureMode, relaxed)
 
     def on(self, device: int, call: Callable[[], T]) -> T:
-        """Run `call` where this device is the current one, and return its result; the calling
-        thread may be anybody's. Blocks for the start of a thread if it is on another device.
-
-        That thread is not moved to our device and back: from CUDA 12 on, the way back would make a
-        context on a device which it has not used, because a thread that has named none is on device
-        0. A context takes half a gigabyte there.
-        """
-        current = c_int()
-        self._call("cudaGetDevice", byref(current))
-        if current.value == device:
+        """Run `call` where this device is the current one, and return its result. The calling
+        thread may be anybody's: it is on its own device again afterwards, or on none."""
+        self.call(self.driver.cuCtxPushCurrent, self._context(device))
+        try:
             return call()
-        outcome: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                self.use(device)
-                outcome.set_result(call())
-            except Exception as error:  # noqa: BLE001  # it is the caller's
-                outcome.set_exception(error)
-
-        threading.Thread(target=run, name="p2p-on-device", daemon=True).start()
-        return outcome.result()
+        finally:
+            self.call(self.driver.cuCtxPopCurrent)
 
     def reach(self, device: int) -> None:
         """Let work of the thread's device access another device's memory, allocated in this
@@ -135,111 +99,92 @@ class Cuda:
         Raises:
             TransportError: the hardware does not allow it.
         """
-        current, can = c_int(), c_int()
-        self._call("cudaGetDevice", byref(current))
-        if current.value == device:
+        current = int(self.call(self.driver.cuCtxGetDevice))
+        if current == device:
             return
-        self._call("cudaDeviceCanAccessPeer", byref(can), current.value, device)
-        if not can.value:
-            raise TransportError(f"GPU {current.value} cannot access the memory of GPU {device}")
-        code = self.library.cudaDeviceEnablePeerAccess(device, 0)
-        if code == _PEER_ACCESS_ALREADY_ENABLED:
-            self.library.cudaGetLastError()  # else the next launch of any library would report it
-        else:
-            self._check("cudaDeviceEnablePeerAccess", code)
+        if not self.call(self.driver.cuDeviceCanAccessPeer, current, device):
+            raise TransportError(f"GPU {current} cannot access the memory of GPU {device}")
+        enable = self.driver.cuCtxEnablePeerAccess
+        (code,) = enable(self._context(device), 0)
+        if code and code != self._access_is_enabled:
+            raise self._error(enable, code)
 
     def num_processors(self, device: int) -> int:
         """Return how many multiprocessors a device has."""
-        return self._attribute(_MULTIPROCESSORS, device)
+        return self._attribute("MULTIPROCESSOR_COUNT", device)
 
     def is_shared_by_mps(self, device: int) -> bool:
         """Whether this process is a client of MPS there, as far as CUDA knows."""
-        with contextlib.suppress(TransportError):  # an older release
-            return bool(self._attribute(_SHARED_BY_MPS, device))
+        with contextlib.suppress(TransportError):  # a driver older than CUDA 12.3
+            return bool(self._attribute("MPS_ENABLED", device))
         return False
 
     def compute_capability(self, device: int) -> int:
         """Return a device's compute capability, such as 90 for 9.0."""
-        major, minor = (
-            self._attribute(each, device) for each in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR)
-        )
-        return 10 * major + minor
-
-    def versions(self) -> tuple[int, int]:
-        """Return the versions of runtime and driver, such as 13000."""
-        runtime, driver = c_int(), c_int()
-        self._call("cudaRuntimeGetVersion", byref(runtime))
-        self._call("cudaDriverGetVersion", byref(driver))
-        return runtime.value, driver.value
+        major = self._attribute("COMPUTE_CAPABILITY_MAJOR", device)
+        return 10 * major + self._attribute("COMPUTE_CAPABILITY_MINOR", device)
 
     def allocate(self, nbytes: int) -> int:
         """Allocate memory of the thread's device; may wait for the whole device."""
-        address = c_void_p()
-        self._call("cudaMalloc", byref(address), nbytes)
-        return address.value or 0
+        return int(self.call(self.driver.cuMemAlloc, nbytes))
 
     def free(self, address: int) -> None:
         """Free device memory; waits for the whole device."""
-        self._call("cudaFree", address)
+        self.call(self.driver.cuMemFree, address)
 
     def memory(self) -> tuple[int, int]:
         """Return the free and total bytes of the thread's device."""
-        free, total = c_size_t(), c_size_t()
-        self._call("cudaMemGetInfo", byref(free), byref(total))
-        return free.value, total.value
+        free, total = self.call(self.driver.cuMemGetInfo)
+        return free, total
 
     def copy(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy between any two of device, registered and peer memory."""
-        self._call("cudaMemcpyAsync", destination, source, nbytes, _DEFAULT_DIRECTION, stream)
+        self.call(self.driver.cuMemcpyAsync, destination, source, nbytes, stream)
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """Enqueue a fill of bytes with a value."""
-        self._call("cudaMemsetAsync", address, value, nbytes, stream)
+        self.call(self.driver.cuMemsetD8Async, address, value, nbytes, stream)
 
     def create_stream(self, *, is_urgent: bool = False) -> int:
         """Make a stream that does not wait for the default stream; an urgent one has the highest
         priority that the thread's device knows."""
-        stream, least, most = c_void_p(), c_int(), c_int()
-        self._call("cudaDeviceGetStreamPriorityRange", byref(least), byref(most))
-        priority = most.value if is_urgent else 0
-        self._call("cudaStreamCreateWithPriority", byref(stream), _NON_BLOCKING, priority)
-        return stream.value or 0
+        _, most = self.call(self.driver.cuCtxGetStreamPriorityRange)
+        flags = self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        priority = most if is_urgent else 0
+        return int(self.call(self.driver.cuStreamCreateWithPriority, flags, priority))
 
     def destroy_stream(self, stream: int) -> None:
         """Destroy a stream once its work is done; returns at once."""
-        self._call("cudaStreamDestroy", stream)
+        self.call(self.driver.cuStreamDestroy, stream)
 
     def synchronize(self, stream: int) -> None:
         """Block until a stream is idle: for threads that may wait, tests and benchmarks."""
-        self._call("cudaStreamSynchronize", stream)
+        self.call(self.driver.cuStreamSynchronize, stream)
 
     def create_event(self) -> int:
         """Make an event of the thread's device, without timing. It is complete until it is
         recorded."""
-        event = c_void_p()
-        self._call("cudaEventCreateWithFlags", byref(event), _DISABLE_TIMING)
-        return event.value or 0
+        flags = self.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        return int(self.call(self.driver.cuEventCreate, flags))
 
     def destroy_event(self, event: int) -> None:
         """Destroy an event; returns at once."""
-        self._call("cudaEventDestroy", event)
+        self.call(self.driver.cuEventDestroy, event)
 
     def record(self, event: int, stream: int) -> None:
         """Record an event: it completes after all that is in the stream now."""
-        self._call("cudaEventRecord", event, stream)
+        self.call(self.driver.cuEventRecord, event, stream)
 
     def is_complete(self, event: int) -> bool:
         """Whether an event is complete; never blocks."""
-        code = self.library.cudaEventQuery(event)
-        if code == _NOT_READY:
-            self.library.cudaGetLastError()  # else the next launch of any library would report it
-            return False
-        self._check("cudaEventQuery", code)
-        return True
+        (code,) = self.driver.cuEventQuery(event)
+        if code and code != self._not_ready:
+            raise self._error(self.driver.cuEventQuery, code)
+        return not code
 
     def wait_for(self, stream: int, event: int) -> None:
         """Let later work of the stream wait for an event; does not block the caller."""
-        self._call("cudaStreamWaitEvent", stream, event, 0)
+        self.call(self.driver.cuStreamWaitEvent, stream, event, 0)
 
     def note_host(self, address: int, nbytes: int) -> None:
         """Note host memory: copies of it use the copy engines, registered or not."""
@@ -252,11 +197,12 @@ class Cuda:
     def pin(self, address: int, nbytes: int) -> None:
         """Page-lock host memory for all devices. Touches all of it, holds locks of the driver, and
         may wait for the device."""
-        self._call("cudaHostRegister", address, nbytes, _PORTABLE_AND_MAPPED)
+        flags = self.driver.CU_MEMHOSTREGISTER_PORTABLE | self.driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        self.call(self.driver.cuMemHostRegister, address, nbytes, flags)
 
     def unpin(self, address: int) -> None:
         """Undo `pin`; waits for the whole device."""
-        self._call("cudaHostUnregister", address)
+        self.call(self.driver.cuMemHostUnregister, address)
 
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock and note little host memory at once; for more, see HostPins."""
@@ -274,52 +220,49 @@ class Cuda:
 
     def export(self, address: int) -> bytes:
         """Return the handle with which other processes can open an allocation."""
-        handle = _IpcHandle()
-        self._call("cudaIpcGetMemHandle", byref(handle), address)
-        return bytes(memoryview(handle))
+        handle = self.call(self.driver.cuIpcGetMemHandle, address)
+        return ctypes.string_at(handle.getPtr(), self.driver.CU_IPC_HANDLE_SIZE)
 
     def open(self, handle: bytes) -> int:
         """Map another process's allocation; returns its address here.
 
         Raises:
-            TransportError: it is this process's own, or it does not exist (any more).
+            TransportError: the handle is not a handle, the allocation is this process's own, or it
+                does not exist (any more).
         """
-        address = c_void_p()
-        opaque = _IpcHandle.from_buffer_copy(handle)
-        self._call("cudaIpcOpenMemHandle", byref(address), opaque, _LAZY_PEER_ACCESS)
-        return address.value or 0
+        if len(handle) != self.driver.CU_IPC_HANDLE_SIZE:
+            raise TransportError(f"{len(handle)} bytes are no handle of CUDA's")
+        opaque = self.driver.CUipcMemHandle()
+        ctypes.memmove(opaque.getPtr(), handle, len(handle))
+        flags = self.driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(self.call(self.driver.cuIpcOpenMemHandle, opaque, flags))
 
     def nbytes_from(self, address: int) -> int:
         """Return the bytes from an address to the end of its allocation, as the driver knows it,
         whatever the process says that made the allocation.
 
         Raises:
-            TransportError: it knows no allocation there, or there is no driver.
+            TransportError: it knows no allocation there.
         """
-        start, size = c_void_p(), c_size_t()
-        try:
-            driver = load_library("", ("libcuda.so.1",), ())
-            bind(driver, c_int, {"cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_void_p)})
-        except ConfigError as error:
-            raise TransportError(str(error)) from error
-        if code := driver.cuMemGetAddressRange_v2(byref(start), byref(size), address):
-            raise TransportError(f"cuMemGetAddressRange: error {code}")
-        return (start.value or 0) + size.value - address
+        start, nbytes = self.call(self.driver.cuMemGetAddressRange, address)
+        return int(start) + int(nbytes) - address
 
     def close(self, address: int) -> None:
         """Unmap another process's allocation."""
-        self._call("cudaIpcCloseMemHandle", address)
+        self.call(self.driver.cuIpcCloseMemHandle, address)
 
-    def _attribute(self, number: int, device: int) -> int:
-        value = c_int()
-        self._call("cudaDeviceGetAttribute", byref(value), number, device)
-        return value.value
+    def _context(self, device: int) -> Any:
+        """Return a device's primary context, which is made if nothing has used the device yet."""
+        if device not in self._contexts:
+            handle = self.call(self.driver.cuDeviceGet, device)
+            self._contexts[device] = self.call(self.driver.cuDevicePrimaryCtxRetain, handle)
+        return self._contexts[device]
 
-    def _call(self, name: str, *arguments: object) -> None:
-        self._check(name, getattr(self.library, name)(*arguments))
+    def _attribute(self, name: str, device: int) -> int:
+        attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self.call(self.driver.cuDeviceGetAttribute, attribute, device))
 
-    def _check(self, name: str, code: int) -> None:
-        if code:
-            text = self.library.cudaGetErrorString(code).decode()
-            self.library.cudaGetLastError()
-            raise TransportError(f"{name}: {text} ({code})")
+    def _error(self, function: Callable[..., Any], code: Any) -> TransportError:
+        _, text = self.driver.cuGetErrorString(code)
+        words = text.decode() if text else "unknown"
+        return TransportError(f"{function.__name__}: {words} ({int(code)})")

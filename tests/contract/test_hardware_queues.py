@@ -3,7 +3,6 @@ into its queue before it. The streams that groups once had close a circle there,
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -18,11 +17,11 @@ from p2p_engine.memory.jobs import Job
 from p2p_engine.memory.layout import one_region
 from p2p_engine.transports.nccl.library import Nccl
 from tests.doubles.gpu import GpuDouble
+from tests.doubles.slow_kernel import SlowKernel
 from tests.rigs.tensors import random_memory
 from tests.rigs.transports import TransportEnd, TransportPair, write
 from tests.support import SeededRandom, all_given_back, eventually
 
-HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 DEFAULT_QUEUES = 8
 MANY_QUEUES = 32
 
@@ -36,21 +35,9 @@ def double() -> Iterator[GpuDouble]:
 
 @pytest.fixture
 def cuda(double: GpuDouble) -> Cuda:
-    made = Cuda(double.path)
+    made = Cuda()
     made.use(0)
     return made
-
-
-class StreamGate:
-    """A kernel that runs until it is opened."""
-
-    def __init__(self, cuda: Cuda, stream: int) -> None:
-        self._opened = threading.Event()
-        self._function = HOST_FUNCTION(lambda _: self._opened.wait(20) and None)
-        cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), self._function, None)
-
-    def open(self) -> None:
-        self._opened.set()
 
 
 def is_done(cuda: Cuda, stream: int, event: int) -> Callable[[], bool]:
@@ -65,10 +52,10 @@ def test_what_waits_holds_up_the_other_streams_of_its_queue(double: GpuDouble, c
     with double.fault(hardware_queues=2):
         streams = [cuda.create_stream(is_urgent=i == 3) for i in range(4)]
     first, second, third, urgent = streams
-    running = StreamGate(cuda, first)
+    running = SlowKernel(cuda, first)
     eventually(is_done(cuda, third, events[0]))
-    running.open()
-    gate = StreamGate(cuda, slow)
+    running.end()
+    kernel = SlowKernel(cuda, slow)
     cuda.record(events[1], slow)
     cuda.wait_for(first, events[1])
     is_third_done = is_done(cuda, third, events[2])
@@ -76,7 +63,7 @@ def test_what_waits_holds_up_the_other_streams_of_its_queue(double: GpuDouble, c
     eventually(is_done(cuda, urgent, events[4]))
     eventually(lambda: double["held_streams"] == held + 1)
     assert not is_third_done()
-    gate.open()
+    kernel.end()
     eventually(is_third_done)
     for stream in (slow, *streams):
         cuda.destroy_stream(stream)
@@ -208,10 +195,8 @@ class TwoRankModel:
         number, stream = len(self._layers[rank]), self._streams[rank]
         if number == len(self._barriers):
             self._barriers.append(threading.Barrier(2))
-        barrier = self._barriers[number]
-        function = HOST_FUNCTION(lambda _: barrier.wait(20) and None)
-        self._layers[rank].append(function)
-        self._cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), function, None)
+        wait = self._barriers[number].wait
+        self._layers[rank].append(SlowKernel(self._cuda, stream, wait))
         self._cuda.fill(self._memory.ctypes.data + rank, 1, 1, stream)
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ made, evicted and aborted; faults of the library; the order of what runs on a GP
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import socket
 import struct
@@ -30,11 +29,10 @@ from p2p_engine.transports.nccl.slabs import NUM_RECV_SLABS
 from p2p_engine.transports.nccl.transport import NcclTransport
 from p2p_engine.transports.nccl.wire import Frame, FrameKind, Wire
 from tests.doubles.gpu import GpuDouble
+from tests.doubles.slow_kernel import SlowKernel
 from tests.rigs.tensors import random_memory
 from tests.rigs.transports import ARENA_BYTES, GrantedRegion, TransportEnd, TransportPair, write
 from tests.support import SeededRandom, all_given_back, eventually, held_resources
-
-HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @pytest.fixture
@@ -155,15 +153,14 @@ def test_many_pairs_on_one_device(double: GpuDouble, rng: SeededRandom) -> None:
 
 def test_nothing_leaves_before_it_is_computed(double: GpuDouble) -> None:
     """A slow kernel writes the source after the write was ordered: no old byte may leave."""
-    cuda = Cuda(double.path)
+    cuda = Cuda()
     cuda.use(0)
     memory = np.zeros(600_000, np.uint8)
     with pairs() as pair:
-        channel, opened = pair.channel(), threading.Event()
+        channel = pair.channel()
         assert pair.sender.device is not None
         stream = cuda.create_stream()
-        gate = HOST_FUNCTION(lambda _: opened.wait(20) and None)
-        cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), gate, None)
+        kernel = SlowKernel(cuda, stream)
         cuda.fill(memory.ctypes.data, 7, memory.nbytes, stream)
         slow = pair.grant(None, memory.nbytes)
         moment = pair.sender.device.record(stream)
@@ -172,7 +169,7 @@ def test_nothing_leaves_before_it_is_computed(double: GpuDouble) -> None:
         assert_arrives(pair, channel, np.full(600_000, 3, np.uint8))  # others are not delayed
         assert job.state == "queued"
         assert not pair.has_landed(slow, memory.nbytes)
-        opened.set()
+        kernel.end()
         eventually(lambda: pair.has_landed(slow, memory.nbytes))
         assert pair.bytes_of(slow, memory.nbytes) == b"\x07" * memory.nbytes
         cuda.destroy_stream(stream)

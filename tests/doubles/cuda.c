@@ -1,5 +1,8 @@
-#include "double.h"
+/* The double of the driver, libcuda.so.1: contexts, streams, events and memory; kernels.c has the
+ * rest. Its functions have the names by which NVIDIA's bindings ask for them. */
+#include "driver.h"
 
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -12,19 +15,6 @@
 #include <time.h>
 #include <unistd.h>
 
-enum {
-    SUCCESS = 0,
-    INVALID_VALUE = 1,
-    OUT_OF_MEMORY = 2,
-    INVALID_DEVICE = 101,
-    INVALID_CONTEXT = 201,
-    INVALID_HANDLE = 400,
-    CAPTURE_UNSUPPORTED = 900,
-    NOT_READY = 600,
-    ALREADY_REGISTERED = 712,
-    PEER_ACCESS_ALREADY_ENABLED = 704,
-    NOT_REGISTERED = 713,
-};
 enum { HANDLE_MAGIC = 0x43554950 };
 enum {
     MULTIPROCESSOR_COUNT = 16,
@@ -32,7 +22,12 @@ enum {
     CAPABILITY_MINOR = 76,
     SHARED_BY_MPS = 133
 };
-enum { PRIORITIES = 6, MAX_QUEUES = 32 };
+enum { PRIORITIES = 6, MAX_QUEUES = 32, MAX_CONTEXTS = 16 };
+
+/* The primary context of a device. */
+struct context {
+    int device;
+};
 
 struct event {
     int device;
@@ -87,8 +82,10 @@ pthread_cond_t double_changed = PTHREAD_COND_INITIALIZER;
 
 static pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_mutex_t memory_lock = PTHREAD_MUTEX_INITIALIZER; /* taken last */
-static _Thread_local int thread_device;
-static _Thread_local bool is_current;  /* the context of that device */
+static atomic_bool is_initialised;
+static context_t contexts[MAX_DEVICES];
+static _Thread_local context_t* current[MAX_CONTEXTS]; /* the last one is the current one */
+static _Thread_local int num_current;
 static _Thread_local int capture_mode; /* global, until it is exchanged */
 static stream_t* default_streams[MAX_DEVICES];
 static bool peer_access[MAX_DEVICES][MAX_DEVICES]; /* under the lock */
@@ -115,7 +112,7 @@ static const char* const NAMES[NUM_VALUES] = {
     [COPIES_HANG] = "copies_hang",
     [IPC_FAILS] = "ipc_fails",
     [EXPORT_FAILS] = "export_fails",
-    [COUNT_FAILS] = "count_fails",
+    [DRIVER_FAILS] = "driver_fails",
     [IPC_HANGS] = "ipc_hangs",
     [COPY_MILLISECONDS] = "copy_milliseconds",
     [REGISTER_HANGS] = "register_hangs",
@@ -229,29 +226,27 @@ double_die(int milliseconds) {
 
 /* ---- shared ---- */
 
+/* As NCCL sees it, which asks the runtime: a thread that has named no device is on device 0. */
 int
 current_device(void) {
-    return thread_device;
-}
-
-bool
-has_context(void) {
-    return is_current;
+    return num_current > 0 ? current[num_current - 1]->device : 0;
 }
 
 int
 device_of(stream_t* stream) {
-    return stream != NULL ? stream->device : thread_device;
+    return stream != NULL ? stream->device : current_device();
 }
 
-/* As almost every call of the real runtime: makes a context on the thread's device if there is
- * none, on device 0 in a thread that has named no other. */
-static void
-need_context(void) {
-    is_current = true;
-    atomic_fetch_or(&double_values[CONTEXTS], 1LL << thread_device);
-    pthread_mutex_lock(&driver_lock); /* others may be at a call that keeps everybody waiting */
+/* Every call but those for devices needs a context that the thread has made current: no call makes
+ * one by itself. Others may be at a call that keeps everybody waiting. */
+int
+enter(void) {
+    if (!atomic_load(&is_initialised)) {
+        return NOT_INITIALIZED;
+    }
+    pthread_mutex_lock(&driver_lock);
     pthread_mutex_unlock(&driver_lock);
+    return num_current > 0 ? SUCCESS : INVALID_CONTEXT;
 }
 
 void
@@ -327,7 +322,6 @@ start_next(stream_t* stream) { /* with the lock held */
 static void*
 stream_main(void* argument) {
     stream_t* stream = argument;
-    thread_device = stream->device;
     pthread_setname_np(pthread_self(), "double-stream");
     pthread_mutex_lock(&double_lock);
     while (true) {
@@ -386,9 +380,9 @@ resolve(stream_t* stream) { /* with the lock held */
     if (stream != NULL) {
         return stream;
     }
-    stream_t** standard = &default_streams[thread_device];
+    stream_t** standard = &default_streams[current_device()];
     if (*standard == NULL) {
-        *standard = stream_new(thread_device, 0);
+        *standard = stream_new(current_device(), 0);
     }
     return *standard;
 }
@@ -433,18 +427,18 @@ wait_for_device(int device) {
 }
 
 int
-cudaDeviceGetStreamPriorityRange(int* least, int* most) {
-    need_context();
+cuCtxGetStreamPriorityRange(int* least, int* most) {
+    ENTER();
     *least = 0;
     *most = -5;
     return SUCCESS;
 }
 
 int
-cudaStreamCreateWithPriority(stream_t** stream, unsigned flags, int priority) {
-    need_context();
+cuStreamCreateWithPriority(stream_t** stream, unsigned flags, int priority) {
+    ENTER();
     (void)flags;
-    *stream = stream_new(thread_device, priority);
+    *stream = stream_new(current_device(), priority);
     return *stream != NULL ? SUCCESS : OUT_OF_MEMORY;
 }
 
@@ -457,15 +451,15 @@ stream_close(stream_t* stream) {
 }
 
 int
-cudaStreamDestroy(stream_t* stream) {
-    need_context();
+cuStreamDestroy(stream_t* stream) {
+    ENTER();
     stream_close(stream);
     return SUCCESS;
 }
 
 int
-cudaStreamSynchronize(stream_t* stream) {
-    need_context();
+cuStreamSynchronize(stream_t* stream) {
+    ENTER();
     pthread_mutex_lock(&double_lock);
     stream = resolve(stream);
     while (stream->is_busy) {
@@ -558,27 +552,27 @@ event_close(event_t* event) {
 }
 
 int
-cudaEventCreateWithFlags(event_t** event, unsigned flags) {
-    need_context();
+cuEventCreate(event_t** event, unsigned flags) {
+    ENTER();
     (void)flags;
-    *event = event_new(thread_device);
+    *event = event_new(current_device());
     return SUCCESS;
 }
 
 int
-cudaEventDestroy(event_t* event) {
-    need_context();
+cuEventDestroy(event_t* event) {
+    ENTER();
     event_close(event);
     return SUCCESS;
 }
 
 int
-cudaEventRecord(event_t* event, stream_t* stream) {
-    need_context();
+cuEventRecord(event_t* event, stream_t* stream) {
+    ENTER();
     if (failure_of(STICKY_ERROR) != 0) {
         return failure_of(STICKY_ERROR);
     }
-    if (event->device != (stream != NULL ? stream->device : thread_device)) {
+    if (event->device != (stream != NULL ? stream->device : current_device())) {
         return INVALID_HANDLE;
     }
     stream_record(stream, event);
@@ -586,16 +580,16 @@ cudaEventRecord(event_t* event, stream_t* stream) {
 }
 
 int
-cudaStreamWaitEvent(stream_t* stream, event_t* event, unsigned flags) {
-    need_context();
+cuStreamWaitEvent(stream_t* stream, event_t* event, unsigned flags) {
+    ENTER();
     (void)flags;
     stream_wait(stream, event);
     return SUCCESS;
 }
 
 int
-cudaEventQuery(event_t* event) {
-    need_context();
+cuEventQuery(event_t* event) {
+    ENTER();
     if (is_prohibited() || failure_of(STICKY_ERROR) != 0) {
         return is_prohibited() ? CAPTURE_UNSUPPORTED : failure_of(STICKY_ERROR);
     }
@@ -674,7 +668,7 @@ run_fill(operation_t* base) {
 static void
 check_access(const char* address, stream_t* stream) {
     pthread_mutex_lock(&double_lock);
-    int device = stream != NULL ? stream->device : thread_device;
+    int device = stream != NULL ? stream->device : current_device();
     range_t* range = range_of(address, LIVE_ALLOCATIONS);
     if (range != NULL && range->device != device && !peer_access[device][range->device]) {
         atomic_fetch_add(&double_values[STAGED_COPIES], 1);
@@ -693,9 +687,8 @@ crosses_registration(const char* address, size_t nbytes) {
 }
 
 int
-cudaMemcpyAsync(void* destination, const void* source, size_t nbytes, int kind, stream_t* stream) {
-    need_context();
-    (void)kind;
+cuMemcpyAsync(void* destination, const void* source, size_t nbytes, stream_t* stream) {
+    ENTER();
     if (failure_of(COPY_FAILS) != 0) {
         return failure_of(COPY_FAILS);
     }
@@ -709,14 +702,26 @@ cudaMemcpyAsync(void* destination, const void* source, size_t nbytes, int kind, 
     operation->destination = destination;
     operation->source = source;
     operation->nbytes = nbytes;
-    operation->device = stream != NULL ? stream->device : thread_device;
+    operation->device = stream != NULL ? stream->device : current_device();
     stream_enqueue(stream, &operation->base);
     return SUCCESS;
 }
 
+/* Makes the default stream of device 0, which stays, and whose thread has its name by then. */
+void
+double_start(void) {
+    pthread_mutex_lock(&double_lock);
+    stream_t* stream = resolve(NULL);
+    pthread_mutex_unlock(&double_lock);
+    copy_operation_t* nothing = calloc(1, sizeof *nothing);
+    nothing->base.run = run_copy;
+    stream_enqueue(stream, &nothing->base);
+    wait_for_device(0);
+}
+
 int
-cudaMemsetAsync(void* destination, int value, size_t nbytes, stream_t* stream) {
-    need_context();
+cuMemsetD8Async(void* destination, unsigned char value, size_t nbytes, stream_t* stream) {
+    ENTER();
     copy_operation_t* operation = calloc(1, sizeof *operation);
     operation->base.run = run_fill;
     operation->destination = destination;
@@ -739,7 +744,8 @@ run_host(operation_t* base) {
 }
 
 int
-cudaLaunchHostFunc(stream_t* stream, void (*function)(void*), void* argument) {
+cuLaunchHostFunc(stream_t* stream, void (*function)(void*), void* argument) {
+    ENTER();
     host_operation_t* operation = calloc(1, sizeof *operation);
     operation->base.run = run_host;
     operation->function = function;
@@ -763,7 +769,7 @@ find_range(const void* address, const atomic_llong* count) { /* with the lock he
 static void
 keep_range(char* address, size_t nbytes, int descriptor, value_t count) {
     range_t* range = calloc(1, sizeof *range);
-    *range = (range_t){address, nbytes, descriptor, thread_device, &double_values[count], NULL};
+    *range = (range_t){address, nbytes, descriptor, current_device(), &double_values[count], NULL};
     pthread_mutex_lock(&double_lock);
     range->next = ranges;
     ranges = range;
@@ -790,23 +796,23 @@ drop_range(const void* address, value_t count, range_t* out) {
 }
 
 int
-cudaMalloc(void** address, size_t nbytes) {
-    need_context();
+cuMemAlloc(void** address, size_t nbytes) {
+    ENTER();
     if (is_prohibited()) {
         return CAPTURE_UNSUPPORTED;
     }
-    if (failure_of(MALLOC_FAILS) != 0 || !take_device_bytes(thread_device, (long long)nbytes)) {
+    if (failure_of(MALLOC_FAILS) != 0 || !take_device_bytes(current_device(), (long long)nbytes)) {
         return OUT_OF_MEMORY;
     }
     int descriptor = memfd_create("double-device", MFD_CLOEXEC);
     if (descriptor < 0 || ftruncate(descriptor, (off_t)nbytes) != 0) {
-        add_device_bytes(thread_device, -(long long)nbytes);
+        add_device_bytes(current_device(), -(long long)nbytes);
         return OUT_OF_MEMORY;
     }
     *address = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (*address == MAP_FAILED) {
         close(descriptor);
-        add_device_bytes(thread_device, -(long long)nbytes);
+        add_device_bytes(current_device(), -(long long)nbytes);
         return OUT_OF_MEMORY;
     }
     keep_range(*address, nbytes, descriptor, LIVE_ALLOCATIONS);
@@ -814,12 +820,12 @@ cudaMalloc(void** address, size_t nbytes) {
 }
 
 int
-cudaFree(void* address) {
-    need_context();
+cuMemFree(void* address) {
+    ENTER();
     if (is_prohibited()) {
         return CAPTURE_UNSUPPORTED;
     }
-    wait_for_device(thread_device);
+    wait_for_device(current_device());
     range_t range;
     if (!drop_range(address, LIVE_ALLOCATIONS, &range)) {
         return INVALID_VALUE;
@@ -831,13 +837,13 @@ cudaFree(void* address) {
 }
 
 int
-cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
-    need_context();
+cuMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+    ENTER();
     if (failure_of(STICKY_ERROR) != 0) {
         return failure_of(STICKY_ERROR);
     }
     *total_bytes = (size_t)atomic_load(&double_values[TOTAL_BYTES]);
-    *free_bytes = (size_t)free_device_bytes(thread_device);
+    *free_bytes = (size_t)free_device_bytes(current_device());
     return SUCCESS;
 }
 
@@ -855,13 +861,13 @@ lock_driver(long long nbytes) {
 }
 
 int
-cudaHostRegister(void* address, size_t nbytes, unsigned flags) {
-    need_context();
+cuMemHostRegister(void* address, size_t nbytes, unsigned flags) {
+    ENTER();
     (void)flags;
     if (is_prohibited()) {
         return CAPTURE_UNSUPPORTED;
     }
-    wait_for_device(thread_device);
+    wait_for_device(current_device());
     pthread_mutex_lock(&double_lock);
     while (atomic_load(&double_values[REGISTER_HANGS])) {
         wait_briefly();
@@ -884,9 +890,9 @@ cudaHostRegister(void* address, size_t nbytes, unsigned flags) {
 }
 
 int
-cudaHostUnregister(void* address) {
-    need_context();
-    wait_for_device(thread_device);
+cuMemHostUnregister(void* address) {
+    ENTER();
+    wait_for_device(current_device());
     range_t range;
     if (!drop_range(address, LIVE_HOST_REGISTRATIONS, &range)) {
         return NOT_REGISTERED;
@@ -912,8 +918,8 @@ device_bytes_at(const void* address) {
 }
 
 int
-cudaIpcGetMemHandle(void* out, void* address) {
-    need_context();
+cuIpcGetMemHandle(void* out, void* address) {
+    ENTER();
     if (failure_of(EXPORT_FAILS) != 0) {
         return failure_of(EXPORT_FAILS);
     }
@@ -940,8 +946,8 @@ typedef struct {
 } opaque_handle_t;
 
 int
-cudaIpcOpenMemHandle(void** address, opaque_handle_t opaque, unsigned flags) {
-    need_context();
+cuIpcOpenMemHandle(void** address, opaque_handle_t opaque, unsigned flags) {
+    ENTER();
     (void)flags;
     ipc_handle_t handle;
     memcpy(&handle, &opaque, sizeof handle);
@@ -982,8 +988,8 @@ cudaIpcOpenMemHandle(void** address, opaque_handle_t opaque, unsigned flags) {
 }
 
 int
-cudaIpcCloseMemHandle(void* address) {
-    need_context();
+cuIpcCloseMemHandle(void* address) {
+    ENTER();
     range_t range;
     if (!drop_range(address, LIVE_IMPORTS, &range)) {
         return INVALID_VALUE;
@@ -992,48 +998,49 @@ cudaIpcCloseMemHandle(void* address) {
     return SUCCESS;
 }
 
-/* ---- devices and errors ---- */
+int
+cuMemGetAddressRange(const void** start, size_t* nbytes, const void* address) {
+    ENTER();
+    *start = address;
+    *nbytes = device_bytes_at(address);
+    return *nbytes != 0 ? SUCCESS : NOT_FOUND;
+}
+
+/* ---- devices and contexts ---- */
 
 int
-cudaGetDeviceCount(int* count) {
-    if (failure_of(COUNT_FAILS) != 0) {
-        return failure_of(COUNT_FAILS);
+cuInit(unsigned flags) {
+    (void)flags;
+    int failure = (int)atomic_load(&double_values[DRIVER_FAILS]);
+    if (failure == SUCCESS) {
+        atomic_store(&is_initialised, true);
     }
-    *count = (int)atomic_load(&double_values[NUM_DEVICES]);
+    return failure;
+}
+
+int
+cuDriverGetVersion(int* version) {
+    *version = 13000;
     return SUCCESS;
 }
 
 int
-cudaSetDevice(int device) {
+cuDeviceGetCount(int* count) {
+    *count = (int)atomic_load(&double_values[NUM_DEVICES]);
+    return atomic_load(&is_initialised) ? SUCCESS : NOT_INITIALIZED;
+}
+
+int
+cuDeviceGet(int* out, int device) {
     if (device < 0 || device >= atomic_load(&double_values[NUM_DEVICES]) || device >= MAX_DEVICES) {
         return INVALID_DEVICE;
     }
-    thread_device = device;
-    need_context(); /* since CUDA 12 */
+    *out = device;
     return SUCCESS;
 }
 
 int
-cudaDeviceCanAccessPeer(int* can, int device, int peer) {
-    *can = device != peer && !atomic_load(&double_values[PEERS_APART]);
-    return SUCCESS;
-}
-
-int
-cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
-    need_context();
-    if (flags != 0 || peer == thread_device || atomic_load(&double_values[PEERS_APART])) {
-        return INVALID_DEVICE;
-    }
-    pthread_mutex_lock(&double_lock);
-    bool was_enabled = peer_access[thread_device][peer];
-    peer_access[thread_device][peer] = true;
-    pthread_mutex_unlock(&double_lock);
-    return was_enabled ? PEER_ACCESS_ALREADY_ENABLED : SUCCESS;
-}
-
-int
-cudaDeviceGetAttribute(int* value, int attribute, int device) {
+cuDeviceGetAttribute(int* value, int attribute, int device) {
     (void)device;
     int capability = (int)atomic_load(&double_values[CAPABILITY]);
     switch (attribute) {
@@ -1054,51 +1061,122 @@ cudaDeviceGetAttribute(int* value, int attribute, int device) {
     }
 }
 
+/* Makes the context if there is none, which takes half a gigabyte of a real device. */
 int
-cudaThreadExchangeStreamCaptureMode(int* mode) {
+cuDevicePrimaryCtxRetain(context_t** out, int device) {
+    if (!atomic_load(&is_initialised)) {
+        return NOT_INITIALIZED;
+    }
+    contexts[device].device = device;
+    atomic_fetch_or(&double_values[CONTEXTS], 1LL << device);
+    *out = &contexts[device];
+    return SUCCESS;
+}
+
+int
+cuCtxSetCurrent(context_t* context) {
+    num_current = num_current > 0 ? num_current : 1;
+    current[num_current - 1] = context;
+    atomic_fetch_or(&double_values[CONTEXTS], 1LL << context->device);
+    return SUCCESS;
+}
+
+int
+cuCtxPushCurrent(context_t* context) {
+    if (num_current == MAX_CONTEXTS) {
+        return INVALID_VALUE;
+    }
+    current[num_current++] = context;
+    atomic_fetch_or(&double_values[CONTEXTS], 1LL << context->device);
+    return SUCCESS;
+}
+
+int
+cuCtxPopCurrent(context_t** out) {
+    ENTER();
+    *out = current[--num_current];
+    return SUCCESS;
+}
+
+int
+cuCtxGetDevice(int* device) {
+    ENTER();
+    *device = current_device();
+    return SUCCESS;
+}
+
+int
+cuDeviceCanAccessPeer(int* can, int device, int peer) {
+    *can = device != peer && !atomic_load(&double_values[PEERS_APART]);
+    return SUCCESS;
+}
+
+int
+cuCtxEnablePeerAccess(context_t* peer, unsigned flags) {
+    ENTER();
+    int device = current_device();
+    if (flags != 0 || peer->device == device || atomic_load(&double_values[PEERS_APART])) {
+        return INVALID_DEVICE;
+    }
+    pthread_mutex_lock(&double_lock);
+    bool was_enabled = peer_access[device][peer->device];
+    peer_access[device][peer->device] = true;
+    pthread_mutex_unlock(&double_lock);
+    return was_enabled ? PEER_ACCESS_ALREADY_ENABLED : SUCCESS;
+}
+
+int
+cuThreadExchangeStreamCaptureMode(int* mode) {
     int before = capture_mode;
     capture_mode = *mode;
     *mode = before;
     return SUCCESS;
 }
 
-int
-cudaGetDevice(int* device) {
-    *device = thread_device;
-    return SUCCESS;
-}
+/* ---- what a caller is told ---- */
 
 int
-cudaRuntimeGetVersion(int* version) {
-    *version = 13000;
-    return SUCCESS;
-}
-
-int
-cudaDriverGetVersion(int* version) {
-    *version = 13000;
-    return SUCCESS;
-}
-
-int
-cudaGetLastError(void) {
-    return SUCCESS;
-}
-
-const char*
-cudaGetErrorString(int code) {
+cuGetErrorString(int code, const char** text) {
     switch (code) {
     case SUCCESS:
-        return "no error";
+        *text = "no error";
+        break;
+    case INVALID_VALUE:
+        *text = "invalid argument";
+        break;
     case OUT_OF_MEMORY:
-        return "out of memory";
-    case NOT_READY:
-        return "device not ready";
+        *text = "out of memory";
+        break;
+    case NOT_INITIALIZED:
+        *text = "initialization error";
+        break;
     case INVALID_CONTEXT:
-        return "invalid device context";
+        *text = "invalid device context";
+        break;
+    case NO_BINARY_FOR_GPU:
+        *text = "no kernel image is available for execution on the device";
+        break;
     case INVALID_HANDLE:
-        return "invalid resource handle";
+        *text = "invalid resource handle";
+        break;
+    case NOT_FOUND:
+        *text = "named symbol not found";
+        break;
     default:
-        return "an error of the double";
+        *text = "an error of the double";
     }
+    return SUCCESS;
+}
+
+/* How NVIDIA's bindings find every other function; those that the double lacks, they call not
+ * found. */
+int
+cuGetProcAddress_v2(const char* name, void** function, int version, uint64_t flags, int* status) {
+    (void)version, (void)flags;
+    void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    *function = driver != NULL ? dlsym(driver, name) : NULL;
+    if (status != NULL) {
+        *status = *function != NULL ? 0 : 1;
+    }
+    return *function != NULL ? SUCCESS : NOT_FOUND;
 }

@@ -16,9 +16,9 @@ import numpy as np
 
 from p2p_engine.gpu.cuda import Cuda
 from tests.doubles.gpu import GpuDouble
+from tests.doubles.slow_kernel import SlowKernel
 
 __version__ = "none: a double"
-HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 NOT_WAITED_FOR = -1  # DLPack's number of no stream
 LEGACY_STREAM = 1
 uint8 = np.uint8
@@ -26,7 +26,8 @@ uint8 = np.uint8
 
 @functools.cache
 def _driver() -> Cuda:
-    return Cuda(GpuDouble().path)
+    GpuDouble()  # beneath the bindings
+    return Cuda()
 
 
 def _cuda() -> Cuda:
@@ -42,7 +43,7 @@ class CupyStream:
     def __init__(self, *, non_blocking: bool = False) -> None:
         assert non_blocking, "others wait for the default stream, which the double's do not"
         self.ptr = _cuda().create_stream()
-        self._functions: list[object] = []
+        self._functions: list[SlowKernel] = []
 
     def __enter__(self) -> CupyStream:
         self.entered.append(self)
@@ -56,9 +57,7 @@ class CupyStream:
 
     def launch_host_func(self, callback: Callable[[Any], object], argument: object) -> None:
         """Call back when all before it in the stream is done; what comes after it waits."""
-        function = HOST_FUNCTION(lambda _: callback(argument) and None)
-        self._functions.append(function)
-        _cuda().library.cudaLaunchHostFunc(ctypes.c_void_p(self.ptr), function, None)
+        self._functions.append(SlowKernel(_cuda(), self.ptr, lambda _: callback(argument)))
 
     def synchronize(self) -> None:
         """Block until all that is in the stream is done."""

@@ -1,7 +1,6 @@
-/* A double for one host's GPUs: the small part of the CUDA runtime's ABI and of NCCL's that the
- * engine uses, over host memory; the driver and NVRTC as far as it launches kernels. Streams are
- * threads, device memory is memory files, a communicator is a Unix socket. Built by the test run,
- * never shipped.
+/* A double for one host's GPUs: the small part of the driver's ABI, of NVRTC's and of NCCL's that
+ * the engine uses, over host memory. Streams are threads, device memory is memory files, a
+ * communicator is a Unix socket. Built by the test run, never shipped.
  *
  * What it keeps of the real ones, because deadlocks and races come from it: order within a stream;
  * sends and receives that block until the other side runs, without any buffering; communicators
@@ -37,11 +36,11 @@ typedef enum {
     LAUNCH_HANGS, /* calls that move bytes stay in progress, their kernels are not launched */
     ABORT_HANGS,  /* aborts do not return while it is set */
     IS_NETWORK,   /* communicators run over a network: dead peers are noticed, aborts are local */
-    MALLOC_FAILS, /* cudaMalloc has no memory */
+    MALLOC_FAILS, /* cuMemAlloc has no memory */
     COPIES_HANG,  /* copies into registered host memory wait while it is set */
     IPC_FAILS,    /* handles of other processes cannot be opened */
     EXPORT_FAILS, /* the result of making a handle, 0: success */
-    COUNT_FAILS,  /* the result of counting devices, 0: success */
+    DRIVER_FAILS, /* the result of cuInit, 0: success */
     IPC_HANGS,    /* they are not opened yet */
     COPY_MILLISECONDS,     /* that a copy into another process's memory takes */
     REGISTER_HANGS,        /* host memory is not registered yet */
@@ -109,6 +108,7 @@ extern atomic_llong double_values[NUM_VALUES];
 extern pthread_mutex_t double_lock;
 extern pthread_cond_t double_changed;
 
+typedef struct context context_t;
 typedef struct stream stream_t;
 typedef struct event event_t;
 typedef struct operation operation_t;
@@ -133,7 +133,6 @@ void stream_wait(stream_t* stream, event_t* event);
 int current_device(void);
 int device_of(stream_t* stream);
 void wait_for_device(int device); /* as the calls of the real ones that do: for all streams */
-bool has_context(void);           /* whether the thread has a current one; the driver makes none */
 size_t device_bytes_at(const void* address);
 void add_device_bytes(int device, long long nbytes);
 bool take_device_bytes(int device, long long nbytes); /* false if so much is not free */

@@ -7,17 +7,16 @@ import ctypes
 import fcntl
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
 SOURCES = sorted(FOLDER.glob("*.[ch]"))
-LIBRARY = ROOT / "build" / "double" / "libgpudouble.so"
-# Beside it, and loaded with it, as the driver and NVRTC are found in a process with torch for CUDA.
-BESIDE = {"libcuda.so.1": "driver.c", "libnvrtc.so.13": "nvrtc.c"}
-BUILTINS = "libnvrtc-builtins.so.13.0"  # nobody loads these
+LIBRARY = ROOT / "build" / "double" / "libgpudouble.so"  # of NCCL
+# Beside it, and loaded with it: NVIDIA's bindings take what the process has loaded.
+BESIDE = {"libcuda.so.1": ("cuda.c", "kernels.c"), "libnvrtc.so.13": ("nvrtc.c",)}
 LIVE = ("comms", "registrations", "allocations", "imports", "streams", "events",
         "host_registrations", "modules")  # fmt: skip
 WRONGS = ("wrong_threads", "double_aborts", "size_mismatches", "bad_configuration", "mixed_memory",
@@ -35,22 +34,20 @@ def build() -> str:
         if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:
             for stale in LIBRARY.parent.glob("kernel-*"):
                 stale.unlink()
-            _link(BUILTINS, [os.devnull])
-            for name, source in BESIDE.items():
-                _link(name, [str(FOLDER / source)])
-            files = [
-                each for each in SOURCES if each.suffix == ".c" and each.name not in BESIDE.values()
-            ]
-            beside = [f"-l:{name}" for name in BESIDE]
-            where = [f"-L{LIBRARY.parent}", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", *beside]
-            _link(LIBRARY.name, [*map(str, files), *where])
+            for number, (name, sources) in enumerate(BESIDE.items()):
+                _link(name, sources, list(BESIDE)[:number])
+            _link(LIBRARY.name, ["nccl.c"], list(BESIDE))
     return str(LIBRARY)
 
 
-def _link(name: str, inputs: list[str]) -> None:
+def _link(name: str, sources: Sequence[str], beside: Sequence[str] = ()) -> None:
+    """Make a library that is loaded with those beside it."""
     target = LIBRARY.parent / name
     made, compiler = target.with_suffix(".new"), os.environ.get("CC", "cc")
-    command = [compiler, *FLAGS, f"-Wl,-soname,{name}", "-x", "c", *inputs, "-o", str(made)]
+    command = [compiler, *FLAGS, f"-Wl,-soname,{name}", "-x", "c",
+               *(str(FOLDER / source) for source in sources), "-x", "none",
+               f"-L{LIBRARY.parent}", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN",
+               *(f"-l:{each}" for each in beside), "-o", str(made)]  # fmt: skip
     subprocess.run(command, check=True)
     made.replace(target)
 
@@ -65,8 +62,7 @@ class GpuDouble:
         self._library = ctypes.CDLL(self.path)
         self._library.double_get.restype = ctypes.c_longlong
         self._library.double_set.argtypes = (ctypes.c_char_p, ctypes.c_longlong)
-        self._library.cudaMemsetAsync(None, 0, 0, None)  # makes the default stream, which stays
-        self._library.cudaStreamSynchronize(None)  # its thread has its name by now
+        self._library.double_start()
         GpuDouble.loaded = self
 
     def __getitem__(self, name: str) -> int:

@@ -1,9 +1,6 @@
 /* The double of NVRTC 13.0, libnvrtc.so.13: compiles CUDA C for the host, where the threads of a
  * grid run one after the other. So a kernel's own source runs, but its threads may not wait for
- * each other. Misaligned accesses and other undefined behaviour end the process.
- *
- * As with the wheel of the real one, its builtins lie beside it and it does not know where that is:
- * who wants to compile has loaded them. */
+ * each other. Misaligned accesses and other undefined behaviour end the process. */
 #include "double.h"
 
 #include <dlfcn.h>
@@ -16,7 +13,6 @@ enum {
     NVRTC_SUCCESS = 0,
     NVRTC_ERROR_INVALID_OPTION = 5,
     NVRTC_ERROR_COMPILATION = 6,
-    NVRTC_ERROR_BUILTIN_OPERATION_FAILURE = 7,
 };
 enum { PATH_BYTES = 512 };
 
@@ -159,10 +155,6 @@ nvrtcCompileProgram(program_t* program, int num_options, const char* const* opti
         strcpy(program->log, "nvrtc: error: invalid value for --gpu-architecture (-arch)\n");
         return NVRTC_ERROR_INVALID_OPTION;
     }
-    if (dlopen("libnvrtc-builtins.so.13.0", RTLD_LAZY | RTLD_LOCAL) == NULL) {
-        strcpy(program->log, "nvrtc: error: failed to open libnvrtc-builtins.so.13.0.\n");
-        return NVRTC_ERROR_BUILTIN_OPERATION_FAILURE;
-    }
     char path[PATH_BYTES];
     if (atomic_load(&double_values[COMPILER_FAILS]) || !compile(program->source, path)) {
         strcpy(program->log, "p2p_engine.cu(1): error: the double cannot compile it\nmore\n");
@@ -217,9 +209,7 @@ nvrtcGetErrorString(int code) {
         return "NVRTC_SUCCESS";
     case NVRTC_ERROR_INVALID_OPTION:
         return "NVRTC_ERROR_INVALID_OPTION";
-    case NVRTC_ERROR_COMPILATION:
-        return "NVRTC_ERROR_COMPILATION";
     default:
-        return "NVRTC_ERROR_BUILTIN_OPERATION_FAILURE";
+        return "NVRTC_ERROR_COMPILATION";
     }
 }

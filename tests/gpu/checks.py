@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.device import Device
 from p2p_engine.memory.layout import one_region
 from p2p_engine.transports.nccl.memory import Side, estimated_bytes
+from tests.doubles.slow_kernel import SlowKernel
 from tests.gpu.machine import Machine
 from tests.gpu.peer import GpuPeer, Processes
 from tests.processes import together
@@ -30,7 +30,6 @@ from tests.support import eventually
 MIB = 1 << 20
 NUM_AHEAD = 3  # victims that are being started
 Figures = dict[str, Any]
-HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def exchange(
@@ -72,7 +71,7 @@ def copy_regions(machine: Machine, *, nbytes: int, seed: int) -> Figures:
     """Scattered regions of every alignment, one after the other on the device, to host memory that
     is page-locked, and back into other places: by the kernel, and whole."""
     cuda, _ = machine.load()
-    device, rng = Device(Cuda(machine.cudart), 0), np.random.default_rng(seed)
+    device, rng = Device(Cuda(), 0), np.random.default_rng(seed)
     assert device._pack.kernel is not None, "no pack kernel: the log says why"
     memory, arena = [cuda.allocate(nbytes) for _ in range(3)], Arena(nbytes)
     device.pins.add(arena.address, nbytes)
@@ -282,22 +281,20 @@ def evict_groups(processes: Processes, *, max_groups: int, more: int) -> Figures
 def race_slow_producers(machine: Machine, *, rounds: int, nbytes: int) -> Figures:
     """A copy is ordered behind work that a stream has not done: no byte of the round before."""
     cuda, _ = machine.load()
-    device, stale = Device(Cuda(machine.cudart), 0), 0
+    device, stale = Device(Cuda(), 0), 0
     stream = cuda.create_stream()
     source, target = cuda.allocate(nbytes), cuda.allocate(nbytes)
     sides = [one_region(address, nbytes) for address in (source, target)]
     seen = np.zeros(nbytes, np.uint8)
     for number in range(rounds):
-        opened = threading.Event()
-        gate = HOST_FUNCTION(lambda _, event=opened: event.wait(20) and None)
-        cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), gate, None)
+        kernel = SlowKernel(cuda, stream)
         cuda.fill(source, number % 256, nbytes, stream)
         moment = device.record(stream)
         job = device.copy(sides[0].addresses, sides[1].addresses, sides[0].lengths, after=[moment])
         for _ in range(3):  # its thread has looked, and looked again
             device.run(lambda: None, 5.0)
         assert not job.done
-        opened.set()
+        kernel.end()
         assert job.wait(20)
         cuda.copy(seen.ctypes.data, target, nbytes, stream)
         cuda.synchronize(stream)

@@ -30,26 +30,26 @@ ONE_HOST = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the libraries are (empty: where the engine finds them), whether the two ranks of a
-    group are two hosts to NCCL, and the module that is cupy."""
+    """Where NCCL is (empty: where the engine finds it), whether the two ranks of a group are two
+    hosts to NCCL, the module that is cupy, and the folder of another driver than the system's."""
 
-    cudart: str = ""
     nccl: str = ""
     are_hosts: bool = True
     cupy: str = "cupy"
+    driver: str = ""
 
     def environment(self, number: int) -> dict[str, str]:
         """Return the variables with which process `number` is started."""
+        place = {"LD_LIBRARY_PATH": self.driver} if self.driver else {}
         if self.are_hosts:
-            return {**os.environ, **TWO_HOSTS, "NCCL_HOSTID": f"host-{number}"}
-        return {**os.environ, **ONE_HOST}
+            return {**os.environ, **place, **TWO_HOSTS, "NCCL_HOSTID": f"host-{number}"}
+        return {**os.environ, **place, **ONE_HOST}
 
     def settings(self, transport: str, **changes: Any) -> dict[str, Any]:
         """Return the settings of an engine on its GPU."""
         return {
             "device": "cuda:0",
             "transports": transport,
-            "cudart_library": self.cudart,
             "nccl_library": self.nccl,
             "connect_timeout_seconds": 60,
             "transfer_timeout_seconds": 120,
@@ -62,15 +62,15 @@ class Machine:
         cuda, nccl = self.load()
         driver = Path("/proc/driver/nvidia/version")
         capability = cuda.compute_capability(0)
-        compiler = Compiler(cuda.versions()[0] // 1000)
+        compiler = Compiler()
         return {
             "gpu": gpu.get_device_name(0) if gpu.is_available() else None,
             "capability": capability,
             "free_and_total_bytes": cuda.memory(),
             "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
-            "cuda_runtime_and_driver": cuda.versions(),
+            "cuda_driver": cuda.driver_version(),
             "nccl": show_version(nccl.version),
-            "nvrtc": compiler.version(),
+            "nvrtc": compiler.version,
             "image_bytes": len(compiler.compile(KERNEL, capability)),
             "torch": torch.__version__,
             "cupy": self.find_cupy()[1],
@@ -87,7 +87,7 @@ class Machine:
 
     def load(self) -> tuple[Cuda, Nccl]:
         """Load both libraries, for the calling thread."""
-        cuda = Cuda(self.cudart)
+        cuda = Cuda()
         cuda.use(0)
         return cuda, Nccl(self.nccl)
 

@@ -1,13 +1,12 @@
 """Two worker halves on device memory, driven as vLLM's model runners drive them, without vLLM.
 
-A forward is work in the default stream that has not run when it returns: a gate that the test
-opens, and writes of the pages that it completes. A cache is one allocation in which the layers of a
+A forward is work in the default stream that has not run when it returns: a kernel that the test
+ends, and writes of the pages that it completes. A cache is one allocation in which the layers of a
 block lie side by side, so that each layer is a strided view.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -24,10 +23,10 @@ from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.memory.paged import PagedCache
 from p2p_engine.peers.directory import Directory
 from p2p_engine.wire.messages import CacheSpec
+from tests.doubles.slow_kernel import SlowKernel
 from tests.gpu.recorded import EMPTY_STEPS, FORWARD, HOOKS, LAYERS, STEPS
 from tests.support import eventually
 
-HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 BLOCK_SIZE, NUM_LAYERS, NUM_BLOCKS = 16, 3, 24
 PAGE_BYTES = 2048
 STALE = 255  # what a block holds that nobody has computed
@@ -38,7 +37,7 @@ BLOCKING = ("wait_for_save", "get_transfer_results")  # with PUT: for what the s
 
 @dataclass
 class Forward:
-    """Work that a model runner launches: it runs when the gate is opened."""
+    """Work that a model runner launches: it runs when the kernel before it has ended."""
 
     opened: threading.Event = field(default_factory=threading.Event)
     pages: list[tuple[int, int]] = field(default_factory=list)  # (block id, value)
@@ -48,7 +47,7 @@ class ReplayedRank:
     """One worker of an instance: its cache, its engine, its worker half, its directory."""
 
     def __init__(self, settings: dict[str, Any], role: str, port: int) -> None:
-        self._cuda = Cuda(settings["cudart_library"])
+        self._cuda = Cuda()
         self._cuda.use(0)
         nbytes = NUM_BLOCKS * NUM_LAYERS * PAGE_BYTES
         self._address = self._cuda.allocate(nbytes)
@@ -73,7 +72,7 @@ class ReplayedRank:
         self.address = self._directory.address
         self.results: list[StepResults] = []
         self._forwards: list[Forward] = []
-        self._gates: list[object] = []  # callbacks that the device may still call
+        self._kernels: list[SlowKernel] = []
 
     def step(self, order: str, orders: StepOrders, forward: Forward | None = None) -> None:
         """Make one step as a runner does."""
@@ -124,7 +123,7 @@ class ReplayedRank:
         return [name for result in self.results for name in sorted(getattr(result, kind))]
 
     def close(self) -> None:
-        """Open every gate, close everything."""
+        """End every kernel, close everything."""
         for forward in self._forwards:
             forward.opened.set()
         self._directory.close()
@@ -136,10 +135,8 @@ class ReplayedRank:
         return any(step.party.send_type is SendMode.PUT for step in orders.sends)
 
     def _launch(self, forward: Forward) -> None:
-        gate = HOST_FUNCTION(lambda _: forward.opened.wait(20) and None)
-        self._gates.append(gate)
         self._forwards.append(forward)
-        self._cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(DEFAULT_STREAM), gate, None)
+        self._kernels.append(SlowKernel(self._cuda, DEFAULT_STREAM, forward.opened.wait))
         for block_id, value in forward.pages:
             self._write(block_id, value)
 
@@ -147,7 +144,7 @@ class ReplayedRank:
         """Each layer's page has a value of its own."""
         for layer in range(NUM_LAYERS):
             page = self._at(block_id) + layer * PAGE_BYTES
-            self._cuda.fill(page, value and value + layer, PAGE_BYTES, DEFAULT_STREAM)
+            self._cuda.fill(page, value and (value + layer) % 256, PAGE_BYTES, DEFAULT_STREAM)
 
     def _at(self, block_id: int) -> int:
         return self._address + block_id * NUM_LAYERS * PAGE_BYTES

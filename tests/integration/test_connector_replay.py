@@ -27,7 +27,7 @@ def test_recorded_steps(
     order: str, send_type: SendMode, preempts: bool, free_ports: list[int]
 ) -> None:
     transport = GPU_TRANSPORTS[list(STEPS).index(order) % 2]
-    settings = Machine(DOUBLE.path, DOUBLE.path).settings(
+    settings = Machine(DOUBLE.path).settings(
         transport, kv_buffer_size=MIB, mem_pool_size_gb=0.01, retry_seconds=0.1
     )
     replay(settings, order, send_type, free_ports, preempts=preempts)

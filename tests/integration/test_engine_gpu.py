@@ -32,6 +32,7 @@ from p2p_engine.transports.nccl.memory import estimated_bytes
 from p2p_engine.transports.nccl.transport import NcclTransport
 from p2p_engine.transports.proof import ASK, ProofDesk
 from tests.doubles.gpu import GpuDouble
+from tests.doubles.slow_kernel import SlowKernel
 from tests.rigs.engines import (
     BLOCKS,
     MIB,
@@ -48,7 +49,6 @@ from tests.rigs.tensors import random_tensor
 from tests.support import SeededRandom, eventually
 
 DOUBLE = GpuDouble()  # before any test looks at the threads that there are
-HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 KEY = TransferKey("request")
 IDS = [3, 1, 2, 7]
 pytestmark = pytest.mark.usefixtures("fork_server", "no_leaks")
@@ -63,21 +63,20 @@ def duo(request: pytest.FixtureRequest) -> Iterator[list[P2pNcclEngine]]:
 def test_a_slow_kernel_lets_no_old_byte_leave(duo: list[P2pNcclEngine]) -> None:
     """The source is marked ready behind a kernel that has not run yet."""
     sender, receiver = duo
-    cuda = Cuda(DOUBLE.path)
+    cuda = Cuda()
     cuda.use(0)
     stream = cuda.create_stream()
     ours, theirs = PagedMemory(8), PagedMemory(8)
     for value in range(1, 6):
-        opened, key = threading.Event(), TransferKey(f"request-{value}")
-        gate = HOST_FUNCTION(lambda _, opened=opened: opened.wait(20) and None)
+        key = TransferKey(f"request-{value}")
         sent = sender.send(key, PeerAddress(receiver.zmq_address), ours.source(IDS), ready=False)
         received = receiver.receive(key, theirs.sink(IDS))
-        cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), gate, None)
+        kernel = SlowKernel(cuda, stream)
         cuda.fill(ours.data.ctypes.data, value, ours.data.nbytes, stream)
         sender.mark_ready(sent, stream=stream)
         eventually(lambda: receiver.stats()["live_bytes"] > 0)  # it is granted
         assert not sent.released
-        opened.set()
+        kernel.end()
         received.wait(10)
         assert (theirs.data[:, IDS] == value).all()
     cuda.destroy_stream(stream)
@@ -88,17 +87,16 @@ def test_a_sink_is_written_after_what_still_uses_it(
 ) -> None:
     """vLLM zeroes new blocks in its stream: what is loaded comes after that."""
     sender, receiver = duo
-    cuda = Cuda(DOUBLE.path)
+    cuda = Cuda()
     cuda.use(0)
-    stream, opened = cuda.create_stream(), threading.Event()
+    stream = cuda.create_stream()
     ours, theirs = PagedMemory(8).fill(rng), PagedMemory(8)
-    gate = HOST_FUNCTION(lambda _: opened.wait(20) and None)
-    cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), gate, None)
+    kernel = SlowKernel(cuda, stream)
     cuda.fill(theirs.data.ctypes.data, 0, theirs.data.nbytes, stream)
     received = receiver.receive(KEY, theirs.sink(IDS), stream=stream)
     sender.send(KEY, PeerAddress(receiver.zmq_address), ours.source(IDS)).wait(10)
     assert not received.done
-    opened.set()
+    kernel.end()
     received.wait(10)
     assert (theirs.data[:, IDS] == ours.data[:, IDS]).all()
     cuda.destroy_stream(stream)
@@ -113,21 +111,20 @@ def test_a_device_that_fails_ends_everything_by_name(transport: str, rng: Seeded
         sent = sender.send(KEY, peer, ours.source(IDS), ready=False)
         received = receiver.receive(KEY, theirs.sink(IDS))
         eventually(lambda: receiver.stats()["live_bytes"] > 0)
-        cuda, opened = Cuda(DOUBLE.path), threading.Event()
+        cuda = Cuda()
         cuda.use(0)
         stream = cuda.create_stream()
-        gate = HOST_FUNCTION(lambda _: opened.wait(20) and None)
-        cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), gate, None)
+        kernel = SlowKernel(cuda, stream)
         sender.mark_ready(sent, stream=stream)
         with DOUBLE.fault(sticky_error=700):
-            opened.set()
+            kernel.end()
             for transfer in (sent, received):
                 with pytest.raises(P2pError):
                     transfer.wait(15)
             assert not theirs.data.any()
             assert not sender.healthy
             assert sender._parts.gpu is not None
-            assert "the GPU has failed: cudaEventQuery" in sender._parts.gpu.device.failure
+            assert "the GPU has failed: cuEventQuery" in sender._parts.gpu.device.failure
             assert sender._parts.gpu.device.stop_jobs(5)
         cuda.destroy_stream(stream)
 
@@ -146,20 +143,19 @@ def test_a_device_that_fails_frees_nothing_that_a_copy_may_still_write(rng: Seed
     with engines(2, "cuda_ipc", transfer_timeout_seconds=2) as (sender, receiver):
         connect(sender, receiver)
         assert sender._parts.gpu is not None
-        device, opened = sender._parts.gpu.device, threading.Event()
-        gate = HOST_FUNCTION(lambda _: opened.wait(20) and None)
+        device = sender._parts.gpu.device
         stream = device._streams[Way.ON_DEVICE]
-        device.cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), gate, None)
+        kernel = device.run(lambda: SlowKernel(device.cuda, stream), 5.0)
         sent = sender.send(KEY, PeerAddress(receiver.zmq_address), ours.source(IDS))
         received = receiver.receive(KEY, theirs.sink(IDS))
         eventually(lambda: any(job.is_in_peer for job in device.open_jobs))
-        device.post(lambda: device.lost(TransportError("cudaEventQuery: an illegal access (700)")))
+        device.post(lambda: device.lost(TransportError("cuEventQuery: an illegal access (700)")))
         with pytest.raises(P2pError):
             received.wait(15)
         eventually(lambda: receiver.stats()["quarantined_bytes"] > 0)
         assert not sent.released
         assert not sender.healthy
-        opened.set()
+        kernel.end()
         for job in list(device.open_jobs):
             device.post(partial(job.end, "failed", "the test says so"))
         eventually(lambda: receiver.stats()["live_bytes"] == 0)
@@ -174,7 +170,7 @@ def test_a_fault_between_two_looks_at_a_groups_kernels_is_noticed(
         device, honest = sender._parts.gpu.device, Group._note_ends
 
         def fails(event: int) -> bool:
-            raise TransportError("cudaEventQuery: an illegal access (700)")
+            raise TransportError("cuEventQuery: an illegal access (700)")
 
         def note_ends(group: Group) -> None:
             if group._device is device:
@@ -247,7 +243,8 @@ def test_close_keeps_a_buffer_into_which_a_peer_may_still_copy(rng: SeededRandom
         with pytest.raises(P2pError):
             sent.wait(10)
         assert isinstance(receiver._parts.arena, DeviceLanding)
-        Cuda(DOUBLE.path).free(receiver._parts.arena.device_address)
+        cuda, address = Cuda(), receiver._parts.arena.device_address
+        cuda.on(0, lambda: cuda.free(address))
 
 
 def test_writes_that_overlap_are_counted_once(rng: SeededRandom) -> None:
@@ -376,17 +373,17 @@ def test_what_cannot_work_is_refused_at_start(changes: dict[str, object], messag
 def test_cuda_that_shares_no_memory_leaves_the_other_transport(
     rng: SeededRandom, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As under WSL, where cudaIpcGetMemHandle refuses."""
+    """As under WSL, where cuIpcGetMemHandle refuses."""
     with DOUBLE.fault(export_fails=801):
-        with pytest.raises(ConfigError, match=r"none can be used here.*cudaIpcGetMemHandle"):
+        with pytest.raises(ConfigError, match=r"none can be used here.*cuIpcGetMemHandle"):
             P2pNcclEngine(settings("cuda_ipc"))
         sender, receiver = (
             start(settings("cuda_ipc", transports="cuda_ipc,nccl")) for _ in range(2)
         )
     with sender, receiver:
         said = sender.stats()["unusable_transports"]["cuda_ipc"]
-        assert "cudaIpcGetMemHandle" in said
-        assert "the transport cuda_ipc cannot be used here: cudaIpcGetMemHandle" in caplog.text
+        assert "cuIpcGetMemHandle" in said
+        assert "the transport cuda_ipc cannot be used here: cuIpcGetMemHandle" in caplog.text
         tensor = random_tensor(rng, MIB)
         sender.send_tensor(KEY, tensor, receiver.zmq_address)
         assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
@@ -411,8 +408,8 @@ def test_a_device_that_does_not_answer_is_not_one_that_shares_no_memory(
 
 def test_a_driver_that_does_not_work_is_named() -> None:
     with (
-        DOUBLE.fault(count_fails=35),
-        pytest.raises(ConfigError, match=r"device='cuda': cudaGetDeviceCount: .* \(35\)"),
+        DOUBLE.fault(driver_fails=803),
+        pytest.raises(ConfigError, match=r"device='cuda': CUDA cannot be used: cuInit: .* \(803\)"),
     ):
         P2pNcclEngine(settings("cuda_ipc"))
 
@@ -433,7 +430,7 @@ def test_a_client_of_mps_needs_more_queues_than_it_has_by_default() -> None:
 
 
 def test_no_memory_for_the_buffer_is_an_error_that_leaves_nothing() -> None:
-    with pytest.raises(Exception, match="cudaMalloc"):
+    with pytest.raises(Exception, match="cuMemAlloc"):
         P2pNcclEngine(settings("nccl", kv_buffer_size=1 << 40))
 
 
@@ -616,14 +613,14 @@ def test_a_receiver_that_cannot_read_its_memory_does_not_say_that_writes_are_los
     def look(device: Device, address: int, seed: bytes) -> bool:
         if not failed:
             failed.append(seed)
-            raise TransportError("cudaMemcpyAsync: out of memory (2)")
+            raise TransportError("cuMemcpyAsync: out of memory (2)")
         return cuda_ipc_proof.has_arrived(device, address, seed)
 
     monkeypatch.setattr(cuda_ipc, "has_arrived", look)
     with engines(2, "cuda_ipc") as (sender, receiver):
         sender.send_tensor(KEY, tensor, receiver.zmq_address)
         assert torch.equal(receiver.recv_tensor(KEY, timeout=10), tensor)
-        assert "what a sender has written cannot be read: cudaMemcpyAsync" in caplog.text
+        assert "what a sender has written cannot be read: cuMemcpyAsync" in caplog.text
         assert "not arrive" not in caplog.text
         assert_idle(sender, receiver)
 

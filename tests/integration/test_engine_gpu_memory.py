@@ -52,7 +52,7 @@ def test_what_was_computed_before_the_start_is_enough(transport: str, rng: Seede
 def test_too_little_to_start_is_an_error_at_start(transport: str) -> None:
     needed = device_memory(settings(transport))
     short = DOUBLE.fault(**left(needed.at_start - 8 * MIB))
-    with short, pytest.raises(TransportError, match="cudaMalloc: out of memory"):
+    with short, pytest.raises(TransportError, match="cuMemAlloc: out of memory"):
         P2pNcclEngine(settings(transport))
 
 

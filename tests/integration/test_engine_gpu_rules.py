@@ -28,14 +28,13 @@ POOL_ONLY = {"kv_buffer_size": 4096, "mem_pool_size_gb": 64 * MIB / (1 << 30)}
 
 
 def gpu_settings(transport: str, **changes: object) -> EngineConfig:
-    paths = {"nccl_library": DOUBLE.path, "cudart_library": DOUBLE.path}
-    return settings(transport, **{"device": "cuda:0", **paths, **changes})
+    return settings(transport, **{"device": "cuda:0", "nccl_library": DOUBLE.path, **changes})
 
 
 @pytest.fixture(scope="module")
 def two_gpus() -> Iterator[None]:
     """A second device, whose default stream exists and stays."""
-    cuda = Cuda(DOUBLE.path)
+    cuda = Cuda()
     with DOUBLE.fault(num_devices=2):
         cuda.use(1)
         cuda.fill(0, 0, 0, 0)

@@ -4,7 +4,6 @@ is."""
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Iterator
 
@@ -18,6 +17,7 @@ from p2p_engine.peers.link import PeerAddress
 from p2p_engine.send import shipment
 from p2p_engine.transfer import Transfer
 from tests.doubles.gpu import GpuDouble
+from tests.doubles.slow_kernel import SlowKernel
 from tests.rigs.engines import MIB, PagedMemory, assert_idle, engines
 from tests.support import SeededRandom, eventually
 
@@ -26,7 +26,6 @@ LAYERS, BLOCKS, PAGE_BYTES = 8, 24, 4096
 IDS = list(range(BLOCKS))
 LAYER_BYTES = BLOCKS * PAGE_BYTES
 POISON = 0xEE
-HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 DOUBLE = GpuDouble()  # before any test looks at the threads that there are
 pytestmark = pytest.mark.usefixtures("fork_server", "no_leaks")
 
@@ -185,7 +184,7 @@ def test_a_layer_leaves_behind_its_own_kernels(transport: str, rng: SeededRandom
     """All marks are made before the device has computed anything, as vLLM launches ahead: each
     layer waits for its own moment, and for no later one."""
     with engines(2, transport) as (sender, receiver):
-        cuda = Cuda(DOUBLE.path)
+        cuda = Cuda()
         cuda.use(0)
         stream = cuda.create_stream()
         _, ours, theirs = caches(rng)
@@ -196,17 +195,16 @@ def test_a_layer_leaves_behind_its_own_kernels(transport: str, rng: SeededRandom
         before = sent_bytes(sender)
         received = receiver.receive(KEY, theirs.sink(IDS))
         sent = sender.send(KEY, peer, ours.source(IDS), ready=False, by_layer=True)
-        gates = [threading.Event() for _ in range(LAYERS)]
-        waits = [HOST_FUNCTION(lambda _, gate=gate: gate.wait(20) and None) for gate in gates]
-        for layer, wait in enumerate(waits):
-            cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), wait, None)
+        kernels = list[SlowKernel]()
+        for layer in range(LAYERS):
+            kernels.append(SlowKernel(cuda, stream))
             address = ours.data.ctypes.data + layer * LAYER_BYTES
             cuda.fill(address, layer + 1, LAYER_BYTES, stream)
             sender.mark_layers_ready([sent], layer + 1, stream=stream)
         sender.mark_ready(sent, stream=stream)
-        for layer, gate in enumerate(gates):
+        for layer, kernel in enumerate(kernels):
             assert sent_bytes(sender) <= before + layer * LAYER_BYTES
-            gate.set()
+            kernel.end()
             wanted = before + (layer + 1) * LAYER_BYTES
             eventually(lambda: sent_bytes(sender) == wanted)  # noqa: B023
         received.wait(10)

@@ -19,6 +19,9 @@ from tests.gpu.machine import Machine
 from tests.gpu.memory import GpuMemory
 
 DOUBLE = GpuDouble()
+MACHINE = Machine(
+    DOUBLE.path, cupy="tests.doubles.cupy_arrays", driver=str(Path(DOUBLE.path).parent)
+)
 MINUTES = 8
 
 
@@ -28,8 +31,7 @@ def lines_of(folder: Path, part: str) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Kit]:
-    machine = Machine(DOUBLE.path, DOUBLE.path, cupy="tests.doubles.cupy_arrays")
-    with Kit(machine, SMALL, seed=1) as kit:
+    with Kit(MACHINE, SMALL, seed=1) as kit:
         yield kit
 
 
@@ -46,14 +48,14 @@ def test_each_part_ends_with_its_figures(name: str, made: Kit, tmp_path: Path) -
 
 
 def test_a_machine_without_cupy_says_so() -> None:
-    machine = Machine(DOUBLE.path, DOUBLE.path, cupy="not_a_module")
+    machine = Machine(DOUBLE.path, cupy="not_a_module")
     says = "not installed: No module named 'not_a_module'"
     assert machine.describe()["cupy"] == says
     assert checks.send_arrays(machine, rounds=3, nbytes=8) == {"rounds": 0, "cupy": says}
 
 
 def test_bytes_that_cupy_reads_otherwise_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, _ = Machine(DOUBLE.path, DOUBLE.path).load()
+    cuda, _ = Machine(DOUBLE.path).load()
     memory, piece = GpuMemory(cuda, 4096, 1, cupy_arrays), (5, 1000)
     source = memory.source(piece)
     sides = source.regions(0, 1), memory.sink(0, 1000).regions(source.manifest, 0, 1)
@@ -90,7 +92,7 @@ from tests.gpu import kit
 from tests.gpu.machine import Machine
 path = GpuDouble().path
 kit.PARTS["first"] = kit.KitPart(0.5, {{"stuck": lambda _: threading.Event().wait(60)}})
-made = kit.Kit(Machine(path, path), kit.SMALL, 1)
+made = kit.Kit(Machine(path), kit.SMALL, 1)
 sys.exit(7 if kit.run_part(made, "first", Path({str(tmp_path)!r})) == 1 else 1)
 """
     done = subprocess.run([sys.executable, "-c", program], check=False, timeout=50)

@@ -29,7 +29,7 @@ def settings(transport: str = "shm", **changes: Any) -> EngineConfig:
     gpu: dict[str, Any] = {}
     if transport in GPU_TRANSPORTS:
         path = GpuDouble().path
-        gpu = {"device": "cuda", "nccl_library": path, "cudart_library": path}
+        gpu = {"device": "cuda", "nccl_library": path}
     defaults: dict[str, Any] = {
         **gpu,
         "transports": transport,
@@ -46,6 +46,8 @@ def settings(transport: str = "shm", **changes: Any) -> EngineConfig:
 
 def start(config: EngineConfig, **options: Any) -> P2pNcclEngine:
     """Start an engine; memory of the double of a GPU is the host's, and so are its tensors."""
+    if config.device != "cpu":
+        GpuDouble()  # a child has none yet
     engine = P2pNcclEngine(config, **options)
     engine._tensor_device = "cpu"
     return engine

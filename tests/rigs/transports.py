@@ -79,8 +79,9 @@ class TransportEnd:
         self.mover.close(5)
         self.transport.close()
         if self.device is not None:
-            for address in self.device.cuda.host_ranges:
-                self.device.cuda.unregister(address)
+            cuda, address = self.device.cuda, self._arena_address
+            if address in cuda.host_ranges:
+                cuda.on(self.device.index, lambda: cuda.unregister(address))
             assert self.device.close(5)
         self.control.close(5)
         self.arena.close()
@@ -97,10 +98,12 @@ class TransportEnd:
 
     def _make_nccl(self, *, to_host: bool, **options: Any) -> NcclTransport:
         path, arena = GpuDouble().path, self.arena.arena
-        self.device = Device(Cuda(path), options.pop("device", 0))
+        self.device = Device(Cuda(), options.pop("device", 0))
         self.device.check_host = self.mover.check
         if to_host:
-            self.device.cuda.register(arena.address, arena.nbytes)
+            cuda = self.device.cuda
+            self.device.run(lambda: cuda.register(arena.address, arena.nbytes), 10.0)
+        self._arena_address = arena.address
         settings = {"buffer": (arena.address, arena.nbytes), "overflows": to_host,
                     "num_channels": 2, "max_groups": 16, "patience_seconds": 5.0,
                     "slab_bytes": 256 << 10, **options}  # fmt: skip

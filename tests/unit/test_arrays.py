@@ -179,6 +179,7 @@ def test_the_pool_takes_and_gives_numpy_arrays(dtype: str) -> None:
 def test_the_pool_takes_and_gives_cupys_arrays() -> None:
     array, out = cupy.empty((8, 16), cupy.uint8), cupy.empty((8, 16), cupy.uint8)
     array.fill(9)
+    cupy.asnumpy(array)  # waits: the double's memory is the host's, whose copies follow no stream
     with TensorMemoryPool(MIB) as pool:
         assert pool.load_tensor(pool.store_tensor(array), out=out) is out
     assert (cupy.asnumpy(out) == 9).all()

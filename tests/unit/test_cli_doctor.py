@@ -18,6 +18,7 @@ from p2p_engine.cli.config_check import config_problems
 from p2p_engine.cli.findings import Finding, Level, change, note, ok, show
 from p2p_engine.config import GPU_TRANSPORTS, EngineConfig, queue_risk
 from p2p_engine.control.fleet_key import write_key_file
+from p2p_engine.errors import ConfigError
 from p2p_engine.gpu import cuda
 from tests.doubles.gpu import GpuDouble
 
@@ -304,7 +305,6 @@ def test_what_compiles_the_pack_kernel_is_tried(
     monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     double = GpuDouble()
-    monkeypatch.setattr(cuda, "SONAMES", (double.path,))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with double.fault(compiler_fails=fails):
         finding = of_subject(list(doctor.check_transports()), "pack kernel")
@@ -315,20 +315,23 @@ def test_what_compiles_the_pack_kernel_is_tried(
         assert finding.state == "NVRTC 13.0 compiles it"
 
 
+def no_bindings(name: str) -> None:
+    raise ConfigError(f"pip install what has {name}")
+
+
 @pytest.mark.parametrize("transport", GPU_TRANSPORTS)
 def test_a_variable_that_names_gpus_makes_none(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     double = GpuDouble()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(cuda, "SONAMES", ("libcudart-of-nobody.so",))
-    finding = of_subject(list(doctor.check_transports()), transport)
-    assert (finding.level, "libcudart-of-nobody.so" in finding.state) == (Level.NOTE, True)
-    monkeypatch.setattr(cuda, "SONAMES", (double.path,))
     assert of_subject(list(doctor.check_transports()), transport) == ok(transport, "1 GPUs")
-    with double.fault(count_fails=35):  # the driver is older than the runtime
+    with double.fault(driver_fails=100):  # no device
         finding = of_subject(list(doctor.check_transports()), transport)
-    assert (finding.level, "(35)" in finding.state) == (Level.NOTE, True)
+    assert (finding.level, "(100)" in finding.state) == (Level.NOTE, True)
+    monkeypatch.setattr(cuda, "load_bindings", no_bindings)
+    finding = of_subject(list(doctor.check_transports()), transport)
+    assert (finding.level, "pip install" in finding.state) == (Level.NOTE, True)
 
 
 def test_without_a_gpu_there_is_no_word_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

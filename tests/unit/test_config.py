@@ -35,7 +35,6 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("nccl_max_groups", "64", 64),
     ("nccl_register", "true", True),
     ("nccl_library", "/opt/libnccl.so.2", "/opt/libnccl.so.2"),
-    ("cudart_library", "/opt/libcudart.so.13", "/opt/libcudart.so.13"),
     ("page_lock", "true", True),
     ("page_lock", 0, False),
     ("layerwise", "true", True),

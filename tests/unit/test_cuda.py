@@ -1,21 +1,21 @@
-"""The CUDA runtime by ctypes, on the double: order, events, memory, other processes' handles."""
+"""The driver by NVIDIA's bindings, on its double: order, events, memory, handles, contexts."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from p2p_engine.errors import ConfigError, TransportError
-from p2p_engine.gpu.cuda import IPC_HANDLE_BYTES, Cuda
-from tests.doubles.gpu import GpuDouble, build
+from p2p_engine.gpu.cuda import BINDINGS, Cuda
+from tests.doubles.gpu import GpuDouble
+from tests.doubles.slow_kernel import SlowKernel
 from tests.support import eventually
-
-HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @pytest.fixture
@@ -28,31 +28,19 @@ def double() -> Iterator[GpuDouble]:
 
 @pytest.fixture
 def cuda(double: GpuDouble) -> Cuda:
-    made = Cuda(double.path)
+    made = Cuda()
     made.use(0)
     return made
 
 
-class Gate:
-    """Keeps a stream busy until it is opened, as a slow kernel does."""
-
-    def __init__(self, cuda: Cuda, stream: int) -> None:
-        self._opened = threading.Event()
-        self._function = HOST_FUNCTION(lambda _: self._opened.wait(20) and None)
-        cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), self._function, None)
-
-    def open(self) -> None:
-        self._opened.set()
-
-
 def test_a_stream_is_in_order_and_events_tell_of_it(cuda: Cuda) -> None:
     stream, event, memory = cuda.create_stream(), cuda.create_event(), cuda.allocate(4096)
-    gate = Gate(cuda, stream)
+    kernel = SlowKernel(cuda, stream)
     cuda.fill(memory, 7, 4096, stream)
     cuda.record(event, stream)
     assert not cuda.is_complete(event)
     assert ctypes.string_at(memory, 4) == bytes(4)
-    gate.open()
+    kernel.end()
     eventually(lambda: cuda.is_complete(event))
     assert ctypes.string_at(memory, 4096) == b"\x07" * 4096
     cuda.destroy_stream(stream)
@@ -64,14 +52,14 @@ def test_a_stream_waits_for_another_ones_event(cuda: Cuda) -> None:
     producer, consumer = cuda.create_stream(), cuda.create_stream()
     produced, consumed = cuda.create_event(), cuda.create_event()
     memory = cuda.allocate(8192)
-    gate = Gate(cuda, producer)
+    kernel = SlowKernel(cuda, producer)
     cuda.fill(memory, 9, 4096, producer)
     cuda.record(produced, producer)
     cuda.wait_for(consumer, produced)
     cuda.copy(memory + 4096, memory, 4096, consumer)
     cuda.record(consumed, consumer)
     assert not cuda.is_complete(consumed)
-    gate.open()
+    kernel.end()
     eventually(lambda: cuda.is_complete(consumed))
     assert ctypes.string_at(memory + 4096, 4096) == b"\x09" * 4096
     for stream in (producer, consumer):
@@ -83,11 +71,11 @@ def test_a_stream_waits_for_another_ones_event(cuda: Cuda) -> None:
 
 def test_an_event_stands_for_what_it_was_recorded_behind_last(cuda: Cuda) -> None:
     slow, quick, event = cuda.create_stream(), cuda.create_stream(), cuda.create_event()
-    gate = Gate(cuda, slow)
+    kernel = SlowKernel(cuda, slow)
     cuda.record(event, slow)
     cuda.record(event, quick)
     eventually(lambda: cuda.is_complete(event))
-    gate.open()
+    kernel.end()
     cuda.synchronize(slow)
     assert cuda.is_complete(event)
     for stream in (slow, quick):
@@ -98,9 +86,10 @@ def test_an_event_stands_for_what_it_was_recorded_behind_last(cuda: Cuda) -> Non
 OPEN_IN_CHILD = """
 import ctypes, sys
 from p2p_engine.gpu.cuda import Cuda
-cuda = Cuda(sys.argv[1])
+from tests.doubles.gpu import GpuDouble
+double, cuda = GpuDouble(), Cuda()
 cuda.use(0)
-address = cuda.open(bytes.fromhex(sys.argv[2]))
+address = cuda.open(bytes.fromhex(sys.argv[1]))
 print(ctypes.string_at(address, 5).decode())
 ctypes.memmove(address, b"there", 5)
 cuda.close(address)
@@ -111,24 +100,25 @@ def test_another_process_opens_an_allocation(cuda: Cuda) -> None:
     memory = cuda.allocate(4096)
     ctypes.memmove(memory, b"hello", 5)
     handle = cuda.export(memory)
-    assert len(handle) == IPC_HANDLE_BYTES
-    command = [sys.executable, "-c", OPEN_IN_CHILD, build(), handle.hex()]
+    command = [sys.executable, "-c", OPEN_IN_CHILD, handle.hex()]
     answer = subprocess.run(command, capture_output=True, text=True, check=True)
     assert answer.stdout == "hello\n"
     assert ctypes.string_at(memory, 5) == b"there"
-    with pytest.raises(TransportError, match="cudaIpcOpenMemHandle"):
+    with pytest.raises(TransportError, match="cuIpcOpenMemHandle"):
         cuda.open(handle)  # not in the process that exported it
+    with pytest.raises(TransportError, match="63 bytes are no handle"):
+        cuda.open(handle[1:])
     cuda.free(memory)
     stale = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "cudaIpcOpenMemHandle" in stale.stderr
+    assert "cuIpcOpenMemHandle" in stale.stderr
 
 
 def test_errors_name_the_call(cuda: Cuda, double: GpuDouble) -> None:
-    with pytest.raises(TransportError, match=r"cudaSetDevice: .* \(101\)"):
+    with pytest.raises(TransportError, match=r"cuDeviceGet: .* \(101\)"):
         cuda.use(99)
-    with double.fault(malloc_fails=1), pytest.raises(TransportError, match="cudaMalloc: out of"):
+    with double.fault(malloc_fails=1), pytest.raises(TransportError, match="cuMemAlloc: out of"):
         cuda.allocate(4096)
-    with pytest.raises(TransportError, match="cudaFree"):
+    with pytest.raises(TransportError, match="cuMemFree"):
         cuda.free(12345)
 
 
@@ -143,17 +133,35 @@ def test_memory_is_accounted(cuda: Cuda) -> None:
         cuda.nbytes_from(memory)
 
 
-def test_without_the_driver_no_size_is_believed(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(*_: object) -> None:
-        raise ConfigError("libcuda.so.1: not found")
+def test_a_thread_is_lent_a_device_and_keeps_its_own(cuda: Cuda, double: GpuDouble) -> None:
+    """Also a thread that has none: it gets none on the way back."""
+    with double.fault(num_devices=2, contexts=0):
+        cuda.destroy_event(cuda.on(1, cuda.create_event))
+        with pytest.raises(TransportError, match="cuMemAlloc: out of memory"):
+            cuda.on(1, lambda: cuda.allocate(1 << 60))
+        assert int(cuda.call(cuda.driver.cuCtxGetDevice)) == 0
+        with ThreadPoolExecutor(1) as pool:
+            event = pool.submit(cuda.on, 1, cuda.create_event).result()
+            with pytest.raises(TransportError, match="cuCtxGetDevice: invalid device context"):
+                pool.submit(cuda.call, cuda.driver.cuCtxGetDevice).result()
+        assert double["contexts"] == 0b10
+        cuda.destroy_event(event)
 
-    monkeypatch.setattr("p2p_engine.gpu.cuda.load_library", load)
-    with pytest.raises(TransportError, match="libcuda"):
-        cuda.nbytes_from(4096)
+
+def test_what_is_missing_on_a_machine_with_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(ConfigError, match=re.escape(f"pip install '{BINDINGS}'")):
+        Cuda()
 
 
-def test_a_library_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="nowhere"):
-        Cuda("/nowhere/libcudart.so")
+def test_a_driver_that_is_missing_or_does_not_work_is_named(double: GpuDouble) -> None:
+    with (
+        double.fault(driver_fails=100),
+        pytest.raises(ConfigError, match=r"CUDA cannot be used: cuInit: .* \(100\)"),
+    ):
+        Cuda()
+    program = "from p2p_engine.gpu.cuda import Cuda; Cuda()"  # a process without the double
+    alone = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert "ConfigError: NVIDIA's driver cannot be loaded: " in alone.stderr

@@ -34,7 +34,7 @@ def mover() -> Iterator[Mover]:
 
 @pytest.fixture
 def device(mover: Mover) -> Iterator[Device]:
-    made = Device(Cuda(DOUBLE.path), 0)
+    made = Device(Cuda(), 0)
     made.check_host = mover.check
     yield made
     assert made.close(5)
@@ -123,7 +123,7 @@ def test_it_waits_for_room_for_its_table(device: Device, mover: Mover, rng: Seed
 
 def test_without_the_kernel_it_is_an_error(mover: Mover) -> None:
     with DOUBLE.fault(compiler_fails=1):
-        device = Device(Cuda(DOUBLE.path), 0)
+        device = Device(Cuda(), 0)
     assert not device.can_check
     memory = np.zeros(100, np.uint8)
     job = device.check(np.array([memory.ctypes.data]), np.array([100]))

@@ -31,7 +31,7 @@ def memory() -> Iterator[Arena]:
 def pinned(memory: Arena, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostPins]:
     """HostPins with `memory` as a range of six slices."""
     monkeypatch.setattr(pins, "SLICE_BYTES", MIB)
-    cuda = Cuda(DOUBLE.path)
+    cuda = Cuda()
     cuda.use(0)
     made = HostPins(cuda, 0)
     made.add(memory.address, memory.nbytes)
@@ -99,7 +99,7 @@ def test_a_range_stays_while_a_slice_of_it_is_being_page_locked(
 def test_calls_of_others_are_held_up_for_one_slice_at_a_time(
     pinned: HostPins, memory: Arena
 ) -> None:
-    cuda = Cuda(DOUBLE.path)
+    cuda = Cuda()
     cuda.use(0)
     DOUBLE["longest_lock_milliseconds"] = 0
     with DOUBLE.fault(register_microseconds=30_000):

@@ -1,9 +1,8 @@
-"""Compiling and launching kernels, on the double of NVRTC and the driver: what they get, and what
+"""Compiling and launching kernels, on the doubles of NVRTC and the driver: what they get, and what
 they refuse. The real NVRTC compiles ours where it is installed."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import subprocess
 import sys
@@ -18,10 +17,10 @@ from p2p_engine.gpu.cuda import Cuda
 from p2p_engine.gpu.kernels import Compiler, Kernels
 from p2p_engine.gpu.pack_kernel import KERNEL
 from tests.doubles.gpu import GpuDouble
+from tests.doubles.slow_kernel import SlowKernel
 from tests.support import eventually
 
 DOUBLE = GpuDouble()
-HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 ADD = """
 extern "C" __global__ void add(long long* out, long long first, long long step) {
     for (long long i = threadIdx.x + blockIdx.x * blockDim.x; i < 8; i += gridDim.x * blockDim.x)
@@ -32,7 +31,7 @@ extern "C" __global__ void add(long long* out, long long first, long long step) 
 
 @pytest.fixture
 def cuda() -> Cuda:
-    made = Cuda(DOUBLE.path)
+    made = Cuda()
     made.use(0)
     return made
 
@@ -47,13 +46,12 @@ def stream(cuda: Cuda) -> Iterator[int]:
 
 
 def test_arguments_arrive_in_order_and_may_change_after_the_launch(cuda: Cuda, stream: int) -> None:
-    kernels, out, opened = Kernels(cuda, 0, ADD), np.zeros(8, np.int64), threading.Event()
-    gate = HOST_FUNCTION(lambda _: opened.wait(20) and None)
+    kernels, out = Kernels(cuda, 0, ADD), np.zeros(8, np.int64)
     kernels.launch("add", 1, 1, stream, out.ctypes.data, 0, 0)  # loads it
-    cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(stream), gate, None)
+    before = SlowKernel(cuda, stream)
     kernels.launch("add", 2, 3, stream, out.ctypes.data, -5, 1 << 40)
     assert not out.any()
-    opened.set()
+    before.end()
     cuda.synchronize(stream)
     assert out.tolist() == [-5 + (i << 40) for i in range(8)]
     kernels.close()
@@ -64,7 +62,7 @@ def test_arguments_arrive_in_order_and_may_change_after_the_launch(cuda: Cuda, s
 def test_a_device_newer_than_the_compiler_gets_assembly(cuda: Cuda) -> None:
     with DOUBLE.fault(capability=999):
         Kernels(cuda, 0, ADD).close()
-    compiler = Compiler(13)
+    compiler = Compiler()
     assert compiler.compile(ADD, 90).startswith(b"double of sm_90 ")
     assert compiler.compile(ADD, 101).startswith(b"// double of compute_100 ")
 
@@ -79,8 +77,8 @@ def test_what_does_not_compile_is_an_error_with_the_first_line_of_the_log(cuda: 
 @pytest.mark.parametrize(
     ("name", "threads", "problem"),
     [
-        ("other", 1, r"cuModuleGetFunction: CUDA_ERROR_NOT_FOUND \(500\)"),
-        ("add", 2048, r"cuLaunchKernel: CUDA_ERROR_INVALID_VALUE \(1\)"),
+        ("other", 1, r"cuModuleGetFunction: named symbol not found \(500\)"),
+        ("add", 2048, r"cuLaunchKernel: invalid argument \(1\)"),
     ],
 )
 def test_what_the_driver_refuses_is_an_error(
@@ -89,7 +87,7 @@ def test_what_the_driver_refuses_is_an_error(
     kernels = Kernels(cuda, 0, ADD)
     with pytest.raises(TransportError, match=problem):
         kernels.launch(name, 1, threads, stream, 0, 0, 0)
-    with DOUBLE.fault(kernel_fails=700), pytest.raises(TransportError, match=r"unknown \(700\)"):
+    with DOUBLE.fault(kernel_fails=700), pytest.raises(TransportError, match=r"\(700\)"):
         kernels.launch("add", 1, 1, stream, 0, 0, 0)
     kernels.close()
 
@@ -106,7 +104,7 @@ def test_a_thread_without_a_context_can_launch_nothing(cuda: Cuda, stream: int) 
     thread = threading.Thread(target=launch)
     thread.start()
     thread.join()
-    assert caught == ["cuLaunchKernel: CUDA_ERROR_INVALID_CONTEXT (201)"]
+    assert caught == ["cuLaunchKernel: invalid device context (201)"]
     kernels.close()
 
 
@@ -114,18 +112,16 @@ WITH_REAL_NVRTC = """
 from p2p_engine.gpu.kernels import Compiler
 from p2p_engine.gpu.pack_kernel import KERNEL
 for capability in (75, 80, 90, 100, 120):
-    image = Compiler({major}).compile(KERNEL, capability)
+    image = Compiler().compile(KERNEL, capability)
     assert image[:4] == bytes([127]) + b"ELF", image[:20]
 """
 
 
-@pytest.mark.parametrize(("major", "wheel"), [(13, "nvidia.cu13"), (12, "nvidia.cuda_nvrtc")])
-def test_the_real_nvrtc_compiles_the_pack_kernel(major: int, wheel: str) -> None:
+def test_the_real_nvrtc_compiles_the_pack_kernel() -> None:
     """It needs no GPU. In a process that does not have the double."""
-    if not importlib.util.find_spec("nvidia") or not importlib.util.find_spec(wheel):
-        pytest.skip(f"the wheel of {wheel} is not installed")
-    program = WITH_REAL_NVRTC.format(major=major)
-    subprocess.run([sys.executable, "-c", program], check=True)
+    if not importlib.util.find_spec("nvidia") or not importlib.util.find_spec("nvidia.cu13"):
+        pytest.skip("the wheel nvidia-cuda-nvrtc is not installed")
+    subprocess.run([sys.executable, "-c", WITH_REAL_NVRTC], check=True)
 
 
 def test_the_pack_kernel_is_plain_cuda_c() -> None:

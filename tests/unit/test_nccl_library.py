@@ -114,7 +114,7 @@ def test_versions_are_shown_as_people_write_them() -> None:
 
 
 def test_a_communicator_of_one_sends_to_itself_in_a_group(double: GpuDouble) -> None:
-    cuda, nccl = Cuda(double.path), Nccl(double.path)
+    cuda, nccl = Cuda(), Nccl(double.path)
     cuda.use(0)
     memory, stream, event = cuda.allocate(8192), cuda.create_stream(), cuda.create_event()
     ctypes.memset(memory, 5, 4096)

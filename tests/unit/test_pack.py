@@ -3,8 +3,6 @@ way, in how many commands, and how many of them at a time."""
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -19,10 +17,10 @@ from p2p_engine.gpu.pack import COMMANDS, ENGINE_BYTES, FEW, Pack, Way
 from p2p_engine.gpu.pack_kernel import TABLES_BYTES, TILE_BYTES, Table
 from p2p_engine.memory.layout import Int64s
 from tests.doubles.gpu import GpuDouble
+from tests.doubles.slow_kernel import SlowKernel
 from tests.support import SeededRandom, all_given_back, eventually
 
 DOUBLE = GpuDouble()
-HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 KIB = 1 << 10
 BEHIND = 100_000  # a region of any alignment at a distance that no other one has
 
@@ -104,7 +102,7 @@ class PackDouble:
 @pytest.fixture
 def double(request: pytest.FixtureRequest) -> Iterator[PackDouble]:
     with all_given_back(DOUBLE):
-        cuda = Cuda(DOUBLE.path)
+        cuda = Cuda()
         cuda.use(0)
         with DOUBLE.fault(compiler_fails=getattr(request, "param", 0)):
             made = PackDouble(cuda, cuda.create_stream())
@@ -248,7 +246,7 @@ def test_what_the_kernel_lacks_is_given_back(
     faults: dict[str, int], rng: SeededRandom, caplog: pytest.LogCaptureFixture
 ) -> None:
     with all_given_back(DOUBLE):
-        cuda = Cuda(DOUBLE.path)
+        cuda = Cuda()
         cuda.use(0)
         with DOUBLE.fault(**faults):
             made = Pack(cuda, 0)
@@ -259,27 +257,25 @@ def test_what_the_kernel_lacks_is_given_back(
 
 def test_a_table_is_given_back_when_nothing_reads_it_any_more() -> None:
     """Also that of an order which the device refuses: its copy to the device is in the stream."""
-    device, errors, opened = Device(Cuda(DOUBLE.path), 0), list[P2pError](), threading.Event()
+    device, errors = Device(Cuda(), 0), list[P2pError]()
     try:
         kernel = device._pack.kernel
         assert kernel is not None
         memory = np.zeros(10 * KIB, np.uint8)
         at = memory.ctypes.data + np.arange(FEW + 1) * KIB
         regions = at, at + 5 * KIB, np.full(FEW + 1, KIB)
-        gate = HOST_FUNCTION(lambda _: opened.wait(20) and None)
-        stream = ctypes.c_void_p(device._streams[Way.ON_DEVICE])
-        device.cuda.library.cudaLaunchHostFunc(stream, gate, None)
+        stream = device._streams[Way.ON_DEVICE]
+        before = device.run(lambda: SlowKernel(device.cuda, stream), 5.0)
         with DOUBLE.fault(kernel_fails=719):
             device.post(lambda: device.pack(regions, lambda: None, errors.append))
             assert device.run(kernel._buddy.stats, 5.0)["num_blocks"]
         assert not errors  # what had begun before it still runs
-        opened.set()
+        before.end()
         eventually(lambda: len(errors) == 1)
         assert isinstance(errors[0], TransportError)
         assert "719" in str(errors[0])
         eventually(lambda: not device.run(kernel._buddy.stats, 5.0)["num_blocks"])
     finally:
-        opened.set()
         assert device.close(10)
 
 
@@ -287,10 +283,8 @@ def test_the_first_order_waits_for_no_kernel_of_others(
     double: PackDouble, rng: SeededRandom
 ) -> None:
     """To load a kernel may need an idle device, and another one may wait for our peer."""
-    device, opened = Device(Cuda(DOUBLE.path), 0), threading.Event()
-    gate = HOST_FUNCTION(lambda _: opened.wait(20) and None)
+    device, other = Device(Cuda(), 0), SlowKernel(double.cuda, double.stream)
     try:
-        double.cuda.library.cudaLaunchHostFunc(ctypes.c_void_p(double.stream), gate, None)
         DOUBLE["kernels"] = 0
         memory, target, regions = scattered(rng, 100, KIB)
         job = device.copy(
@@ -300,7 +294,7 @@ def test_the_first_order_waits_for_no_kernel_of_others(
         assert DOUBLE["kernels"] == 1
         assert (target == copied(memory, target, regions)).all()
     finally:
-        opened.set()
+        other.end()
         assert device.close(10)
 
 
@@ -309,7 +303,7 @@ def test_others_have_their_turn_while_many_regions_are_ordered(
 ) -> None:
     """Without the kernel: 4,096 commands in one turn would keep them waiting for 16 ms."""
     with DOUBLE.fault(compiler_fails=1):
-        device = Device(Cuda(DOUBLE.path), 0)
+        device = Device(Cuda(), 0)
     longest, num_copies, copy = 0, 0, device.cuda.copy
 
     def count(*arguments: int) -> None:

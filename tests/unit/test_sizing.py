@@ -18,7 +18,7 @@ from p2p_engine.connector import device_room
 from p2p_engine.connector.device_room import check_room
 from p2p_engine.errors import ConfigError
 from p2p_engine.gpu.cuda import Cuda
-from p2p_engine.sizing import MIB, DeviceMemory, Room, device_memory
+from p2p_engine.sizing import MIB, DeviceMemory, Room, device_memory, memory_now
 from tests.doubles.gpu import GpuDouble
 from tests.rigs.engines import settings
 from tests.support import records_of
@@ -34,9 +34,9 @@ CONFIG = {"kv_connector": "P2pNcclConnector", "kv_role": "kv_both"}
 def test_it_is_what_an_engine_takes_at_start(transport: str, receives: bool) -> None:
     """Counted by the double of CUDA, byte by byte."""
     config = settings(transport, kv_buffer_size=9 * MIB + 1)
-    free = Cuda(DOUBLE.path).memory()[0]
+    free = memory_now(config)[0]
     with P2pNcclEngine(config, receives=receives):
-        taken = free - Cuda(DOUBLE.path).memory()[0]
+        taken = free - memory_now(config)[0]
     needed = device_memory(config, receives=receives)
     assert needed.at_start == taken
     assert bool(needed.group_bytes) == (transport == "nccl")
@@ -112,14 +112,14 @@ def test_with_room_the_worker_says_so(caplog: pytest.LogCaptureFixture) -> None:
 def test_without_room_for_groups_the_worker_warns(caplog: pytest.LogCaptureFixture) -> None:
     check_room(settings("nccl"), cache_config(0.99), two_views(), receives=True)
     assert "--gpu-memory-utilization 0." in caplog.text
-    total = Cuda(DOUBLE.path).memory()[1]
+    total = memory_now(settings("nccl"))[1]
     room = Room(total, 0.99)
     lower = 40 * MIB - room.lacking(device_memory(settings("nccl")))
     assert (f"--kv-cache-memory-bytes {lower}" in caplog.text) == (lower > 0)
 
 
 def test_without_room_to_start_the_worker_refuses_with_the_setting() -> None:
-    free = Cuda(DOUBLE.path).memory()[0]
+    free = memory_now(settings("cuda_ipc"))[0]
     config = settings("cuda_ipc", kv_buffer_size=free + MIB)
     lacking = device_memory(config).at_most - free
     with pytest.raises(ConfigError, match="the engine cannot start; use") as raised:
@@ -164,7 +164,7 @@ def test_what_was_taken_before_vllm_measured_is_not_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM takes its snapshot when CUDA's context and NCCL are there: its part comes on top."""
-    free, total = Cuda(DOUBLE.path).memory()
+    free, total = memory_now(settings("cuda_ipc"))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: free // 2)
     monkeypatch.setattr(Cuda, "memory", lambda self: (free // 4, total))
     assert total * 0.4 > device_memory(settings("nccl")).at_most  # of this, a quarter is taken

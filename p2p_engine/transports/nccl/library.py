@@ -8,13 +8,12 @@ the meaning of unset values are also from that header.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 
 from p2p_engine.errors import ConfigError, TransportError
-from p2p_engine.gpu.shared_library import bind, load_library
 
-SONAMES = ("libnccl.so.2",)
-WHEELS = ("nvidia.nccl",)
+SONAME = "libnccl.so.2"  # torch for CUDA has loaded its own by this name
 OLDEST_VERSION = 21800
 UNIQUE_ID_BYTES = 128
 IN_PROGRESS = 7
@@ -117,14 +116,17 @@ class Nccl:
     """
 
     def __init__(self, path: str = "") -> None:
-        """Load the library from `path`, or from torch, its wheel or the system.
+        """Load the library from `path`, or else take torch's, or the system's where torch has none.
 
         Raises:
             ConfigError: there is none, or it is older than 2.18.
         """
-        self.library = load_library(path, SONAMES, WHEELS)
-        bind(self.library, c_int, _FUNCTIONS)
-        bind(self.library, c_char_p, _TEXTS)
+        try:
+            self.library = ctypes.CDLL(path or SONAME)
+        except OSError as error:
+            raise ConfigError(f"NCCL cannot be loaded: {error}") from error
+        self._bind(c_int, _FUNCTIONS)
+        self._bind(c_char_p, _TEXTS)
         self.has_initialised = False  # a communicator, in this process
         self.version = self._get_version()
         if self.version < OLDEST_VERSION:
@@ -134,7 +136,7 @@ class Nccl:
             hasattr(self.library, name) for name in _REGISTRATION
         )
         if self.can_register:
-            bind(self.library, c_int, _REGISTRATION)
+            self._bind(c_int, _REGISTRATION)
 
     def unique_id(self) -> bytes:
         """Open a rendezvous for two ranks. It keeps a thread and a descriptor until both have
@@ -202,6 +204,15 @@ class Nccl:
     def deregister(self, comm: int, handle: int) -> None:
         """Undo a registration."""
         self._call("ncclCommDeregister", comm, handle)
+
+    def _bind(self, result: object, functions: Mapping[str, tuple[object, ...]]) -> None:
+        """Declare functions by name, with their arguments and their common result type."""
+        for name, arguments in functions.items():
+            try:
+                function = getattr(self.library, name)
+            except AttributeError as error:
+                raise ConfigError(f"not the expected library: {error}") from error
+            function.argtypes, function.restype = arguments, result
 
     def _get_version(self) -> int:
         version = c_int()

@@ -1,21 +1,12 @@
-/* The double of the driver, libcuda.so.1: the part of it that loads and launches kernels, and
- * knows the size of an allocation. What it launches was made by the double of NVRTC: a library of
- * the host's with the same source. */
-#include "double.h"
+/* The double of the driver, as far as it loads and launches kernels. What it launches was made by
+ * the double of NVRTC: a library of the host's with the same source. */
+#include "driver.h"
 
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum {
-    CUDA_SUCCESS = 0,
-    CUDA_ERROR_INVALID_VALUE = 1,
-    CUDA_ERROR_INVALID_CONTEXT = 201,
-    CUDA_ERROR_NO_BINARY_FOR_GPU = 209,
-    CUDA_ERROR_INVALID_HANDLE = 400,
-    CUDA_ERROR_NOT_FOUND = 500,
-};
 enum { MAX_ARGUMENTS = 8, MAX_THREADS = 1024, NAME_BYTES = 128 };
 
 typedef struct {
@@ -40,23 +31,11 @@ typedef struct {
     uint64_t values[MAX_ARGUMENTS];
 } launch_t;
 
-int
-cuMemGetAddressRange_v2(const void** start, size_t* nbytes, const void* address) {
-    if (!has_context()) {
-        return CUDA_ERROR_INVALID_CONTEXT;
-    }
-    *start = address;
-    *nbytes = device_bytes_at(address);
-    return *nbytes != 0 ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
-}
-
 /* The image names the architecture and the library: "... sm_90 /path". Machine code runs on its own
  * architecture only, assembly ("compute_") on that and newer ones. */
 int
 cuModuleLoadData(module_t** out, const char* image) {
-    if (!has_context()) {
-        return CUDA_ERROR_INVALID_CONTEXT;
-    }
+    ENTER();
     int capability = (int)atomic_load(&double_values[CAPABILITY]);
     int made_for = 0;
     char path[512];
@@ -68,13 +47,13 @@ cuModuleLoadData(module_t** out, const char* image) {
     }
     void* library = runs ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
     if (library == NULL) {
-        return CUDA_ERROR_NO_BINARY_FOR_GPU;
+        return NO_BINARY_FOR_GPU;
     }
     module_t* module = calloc(1, sizeof *module);
     *module = (module_t){library, current_device()};
     atomic_fetch_add(&double_values[LIVE_MODULES], 1);
     *out = module;
-    return CUDA_SUCCESS;
+    return SUCCESS;
 }
 
 int
@@ -85,7 +64,7 @@ cuModuleGetFunction(function_t** out, module_t* module, const char* name) {
     snprintf(symbol, sizeof symbol, "%s_sizes", name);
     void* sizes = dlsym(module->library, symbol);
     if (run == NULL || sizes == NULL) {
-        return CUDA_ERROR_NOT_FOUND;
+        return NOT_FOUND;
     }
     function_t* function = calloc(1, sizeof *function);
     function->module = module;
@@ -94,18 +73,16 @@ cuModuleGetFunction(function_t** out, module_t* module, const char* name) {
     memcpy(&get_sizes, &sizes, sizeof sizes);
     function->num_arguments = get_sizes(function->sizes);
     *out = function;
-    return CUDA_SUCCESS;
+    return SUCCESS;
 }
 
 int
 cuModuleUnload(module_t* module) {
-    if (!has_context()) {
-        return CUDA_ERROR_INVALID_CONTEXT;
-    }
+    ENTER();
     wait_for_device(module->device); /* whoever unloads what runs would crash */
     atomic_fetch_sub(&double_values[LIVE_MODULES], 1);
     free(module); /* its library stays: it is needed again soon */
-    return CUDA_SUCCESS;
+    return SUCCESS;
 }
 
 /* A kernel needs a multiprocessor; others may have them all until their peers come. */
@@ -134,19 +111,17 @@ int
 cuLaunchKernel(function_t* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                stream_t* stream, void** arguments, void** extra) {
-    if (!has_context()) {
-        return CUDA_ERROR_INVALID_CONTEXT;
-    }
+    ENTER();
     if (failure_of(KERNEL_FAILS) != 0) {
         return failure_of(KERNEL_FAILS);
     }
     int device = current_device();
     if (function->module->device != device || device_of(stream) != device) {
-        return CUDA_ERROR_INVALID_HANDLE;
+        return INVALID_HANDLE;
     }
     if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_x == 0 || block_x > MAX_THREADS ||
         block_y != 1 || block_z != 1 || shared_bytes != 0 || extra != NULL) {
-        return CUDA_ERROR_INVALID_VALUE;
+        return INVALID_VALUE;
     }
     if (!function->is_loaded) { /* lazily, which needs the device to be idle */
         wait_for_device(device);
@@ -160,30 +135,5 @@ cuLaunchKernel(function_t* function, unsigned grid_x, unsigned grid_y, unsigned 
         memcpy(&launch->values[i], arguments[i], function->sizes[i]);
     }
     stream_enqueue(stream, &launch->base);
-    return CUDA_SUCCESS;
-}
-
-int
-cuGetErrorName(int code, const char** name) {
-    switch (code) {
-    case CUDA_ERROR_INVALID_VALUE:
-        *name = "CUDA_ERROR_INVALID_VALUE";
-        break;
-    case CUDA_ERROR_INVALID_CONTEXT:
-        *name = "CUDA_ERROR_INVALID_CONTEXT";
-        break;
-    case CUDA_ERROR_NO_BINARY_FOR_GPU:
-        *name = "CUDA_ERROR_NO_BINARY_FOR_GPU";
-        break;
-    case CUDA_ERROR_INVALID_HANDLE:
-        *name = "CUDA_ERROR_INVALID_HANDLE";
-        break;
-    case CUDA_ERROR_NOT_FOUND:
-        *name = "CUDA_ERROR_NOT_FOUND";
-        break;
-    default:
-        *name = NULL;
-        return CUDA_ERROR_INVALID_VALUE;
-    }
-    return CUDA_SUCCESS;
+    return SUCCESS;
 }
