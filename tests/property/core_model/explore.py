@@ -9,6 +9,7 @@ from typing import Any
 from tests.property.core_model.moves import (
     FAULTS,
     Move,
+    is_asked_for,
     is_given_up,
     leases_of,
     make,
@@ -21,7 +22,7 @@ from tests.property.core_model.state import OPEN_ASKS, Setting, State, World
 
 MAX_STEPS = 400  # from any state to the end of everything
 MAX_MESSAGES = 120
-ROUNDS = 6  # of timers, in which everything comes to its end
+ROUNDS = 9  # of timers, in which everything comes to its end
 
 
 class Broken(AssertionError):
@@ -49,11 +50,14 @@ def check(world: World) -> None:
                 continue
             if rank.words[row.region] != (name, index):
                 raise Broken(f"chunk {name, index} landed without its bytes")
-            if ask > 0 and setting.ask_contents[ask - 1] != setting.try_contents[
-                world.made[name - 1]
-            ]:
+            if (
+                ask > 0
+                and setting.ask_contents[ask - 1] != setting.try_contents[world.made[name - 1]]
+            ):
                 raise Broken(f"ask {ask} takes another content")
         for state, blocks in rank.asks[1:]:
+            if state == "failed" and not setting.may_fail:
+                raise Broken("an ask has failed for no reason")
             if state == "loaded" and blocks != (1 << setting.num_blocks) - 1:
                 raise Broken("an ask is loaded and lacks a block")
 
@@ -79,9 +83,9 @@ class Ends:
         if self._is_known(world):
             return
         sent = world.num_sent
-        steps = _run(world)
+        steps = quiet(world)
         _ping(world)
-        steps += _run(world)
+        steps += quiet(world)
         if world.num_sent - sent > MAX_MESSAGES:
             raise Broken(f"{world.num_sent - sent} messages and {steps} steps until it is quiet")
         if not self._is_known(world):
@@ -89,7 +93,7 @@ class Ends:
             if world.num_sent - sent > 2 * MAX_MESSAGES:
                 raise Broken(f"{world.num_sent - sent} messages until the end")
             _ping(world)
-            _run(world)
+            quiet(world)
             _check_empty(world)
 
     def _is_known(self, world: World) -> bool:
@@ -105,32 +109,31 @@ def _end_by_time(world: World) -> None:
             if rank.asks[ask][0] in OPEN_ASKS:
                 if _can_be_served(world, number, ask):
                     raise Broken(f"ask {ask} of rank {number} waits for what P has")
+                if _is_known_to_be_gone(world, number, ask):
+                    raise Broken(f"ask {ask} of rank {number} waits for what P has ended")
                 make(world, ("abort", number, ask))
     for _ in range(4):
-        _run(world)
+        quiet(world)
         world.left[FAULTS] = 99
         for lease in list(leases_of(world)):
             if lease in set(leases_of(world)):
                 make(world, lease)
                 check(world)
-                _run(world)
+                quiet(world)
         world.left[FAULTS] = 0
 
 
-def _run(world: World) -> int:
+def quiet(world: World) -> int:
     """Let what is due happen, until nothing is. A chunk is offered once in each round of timers."""
     steps, rounds = 0, 0
     offered: set[Move] = set()
     while rounds < ROUNDS:
         move = next(_due(world, offered), None)
         if move is None:
-            timers, rounds = list(timers_of(world, even_busy=True)), rounds + 1
-            if not timers and not offered:
+            rounds += 1
+            if not _fire(world, is_late=not rounds % 3) and not offered and not rounds % 3:
                 return steps
             offered.clear()
-            for again in timers:
-                if again in set(timers_of(world, even_busy=True)):
-                    make(world, again)
         else:
             if move[0] == "offer":
                 offered.add(move)
@@ -139,6 +142,17 @@ def _run(world: World) -> int:
         if steps > MAX_STEPS:
             raise Broken("it does not come to an end")
     return steps
+
+
+def _fire(world: World, *, is_late: bool) -> bool:
+    """Fire the timers; those of grace when it is late, after repetitions have been heard. Returns
+    whether there were any."""
+    timers = list(timers_of(world, even_busy=True))
+    for timer in timers:
+        is_grace = timer[0] in ("turn away", "time is over")
+        if is_late >= is_grace and timer in set(timers_of(world, even_busy=True)):
+            make(world, timer)
+    return bool(timers)
 
 
 def _due(world: World, offered: set[Move]) -> Iterator[Move]:
@@ -155,9 +169,19 @@ def _can_be_served(world: World, number: int, ask: int) -> bool:
     """Whether P has a try that this ask should get."""
     content = world.setting.ask_contents[ask - 1]
     for item, other in zip(world.tries, world.setting.try_contents, strict=True):
-        if other == content and (item.state == "free" or (item.state, item.ask) == ("paired", ask)):
+        is_idle = item.state == "paired" and not item.taken and not is_asked_for(world, item.ask)
+        is_its = (item.state, item.ask) == ("paired", ask)
+        if other == content and (item.state == "free" or is_its or is_idle):
             return True
     return world.heard[number][ask] == "gone"
+
+
+def _is_known_to_be_gone(world: World, number: int, ask: int) -> bool:
+    """Whether P has ended its tries of what an ask wants, and has heard of the ask."""
+    content = world.setting.ask_contents[ask - 1]
+    tries = zip(world.tries, world.setting.try_contents, strict=True)
+    has_ended = any(item.state == "ended" for item, other in tries if other == content)
+    return has_ended and world.heard[number][ask] != "none"
 
 
 def _ping(world: World) -> None:

@@ -7,7 +7,7 @@ copy, which is a fault of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from tests.property.core_model.receiving import Receiving
@@ -46,7 +46,9 @@ def work_of(world: World) -> Iterator[Move]:
                 yield "work", name, index
     for number, rank in enumerate(world.ranks):
         for each, row in rank.rows.items():
-            if row.region >= 0 and rank.words[row.region] == each and row.state != "landed":
+            is_seen = row.state == "quarantined" or not world.setting.is_checked
+            has_word = row.region >= 0 and rank.words[row.region] == each
+            if has_word and is_seen and row.state != "landed":
                 yield "look", number, *each
             if row.state == "quarantined" and row.has_died:
                 yield "proof", number, *each
@@ -99,9 +101,6 @@ def timers_of(world: World, *, even_busy: bool = False) -> Iterator[Move]:
         for ask in range(1, len(rank.asks)):
             if rank.asks[ask][0] in ("wanted", "loading"):
                 yield "ask again", number, ask
-        for each, row in rank.rows.items():
-            if row.state == "quarantined" and not row.has_died:
-                yield "stop again", number, *each
         for name, ship in world.ships.items():
             for index, chunk in enumerate(ship.chunks):
                 if ship.rank == number and chunk[0] in ("offered", "written"):
@@ -148,7 +147,8 @@ def faults_of(world: World) -> Iterator[Move]:
 def leases_of(world: World) -> Iterator[Move]:
     """The leases that may end."""
     for index, item in enumerate(world.tries):
-        if item.state == "free" and not world.setting.pushes[index]:
+        is_held = item.state == "free" and not world.setting.pushes[index]
+        if is_held or (item.state == "paired" and not is_asked_for(world, item.ask)):
             yield "time is over", index
         elif item.state == "ended":
             yield "forget", index
@@ -156,6 +156,11 @@ def leases_of(world: World) -> Iterator[Move]:
         for name, ask in rank.bound.items():
             if ask == 0:
                 yield "lapse", number, name
+
+
+def is_asked_for(world: World, ask: int) -> bool:
+    """Whether a rank asks still: another one may have got its part, or have never asked."""
+    return any(heard[ask] == "paired" for heard in world.heard)
 
 
 def make(world: World, move: Move) -> None:
@@ -212,8 +217,8 @@ def _break(world: World, number: int, loses_word: int) -> None:
             if ship.rank != number or name not in world.ships:
                 continue
             row = rank.rows.get((name, index))
-            is_awaited = row is not None and row.state == "granted" and region >= 0
-            if loses_word and state == "written" and is_awaited and ship.epoch == rank.epoch:
+            is_awaited = row is not None and row.state == "granted" and ship.epoch == rank.epoch
+            if loses_word and state == "written" and is_awaited and region >= 0:
                 rank.words[region] = ("lost", (name, index))
             if state in ("queued", "offered", *ON_THE_WAY, "stopping"):
                 Sending(world).on_out(name, index, "break")
@@ -259,7 +264,7 @@ def _begin_try(world: World, index: int) -> None:
 
 
 def _time_is_over(world: World, index: int) -> None:
-    if not world.setting.pushes[index]:
+    if not world.setting.pushes[index] or world.tries[index].state == "paired":
         spend(world, FAULTS)
     _on_try(world, index, "time is over")
 
@@ -292,7 +297,7 @@ def _abort(world: World, number: int, ask: int) -> None:
     Receiving(world, number).on_ask(ask, "fails")
 
 
-_MOVES = {
+_MOVES: dict[str, Callable[..., None]] = {
     "deliver": lambda w, way: deliver(w, way, w.queues[way].pop(0)),
     "deliver stray": lambda w, index: deliver(w, *w.strays.pop(index)),
     "stray": _stray,
@@ -301,8 +306,7 @@ _MOVES = {
     "say again": lambda w, name, index: Sending(w).on_out(name, index, "unanswered"),
     "work": _work,
     "look": lambda w, number, *each: _look(w, number, each),
-    "proof": lambda w, number, *each: Receiving(w, number).on_row(each, "proof of death"),
-    "stop again": lambda w, number, *each: Receiving(w, number).on_row(each, "unanswered"),
+    "proof": lambda w, number, *each: Receiving(w, number).prove(each),
     "begin try": _begin_try,
     "give up": _give_up,
     "time is over": _time_is_over,

@@ -23,6 +23,7 @@ class Receiving:
         self.setting = world.setting
         self.number = rank
         self.rank: Rank = world.ranks[rank]
+        self.is_claimed = False  # what STOP is said of, for another ask than P says
 
     # Records
 
@@ -51,7 +52,7 @@ class Receiving:
                     self.rank.words[row.region] = None
                 row.region = NO_REGION
             elif action == "say STOP":
-                self._say("STOP", name[0])
+                self._say("STOP", name[0], int(self.is_claimed))
             elif action.startswith("say "):
                 fields = (row.region,) if action == "say GRANT" and row is not None else ()
                 self._say(action[4:], *name, *fields)
@@ -106,9 +107,14 @@ class Receiving:
 
     def _stop(self, number: int, *, is_all: bool) -> None:
         for name, row in list(self.rank.rows.items()):
-            if self.rank.bound.get(name[0]) == number:
-                if row.state == "granted" or (is_all and row.state == "landed"):
-                    self.on_row(name, "stop")
+            is_stopped = row.state == "granted" or (is_all and row.state == "landed")
+            if is_stopped and self.rank.bound.get(name[0]) == number:
+                self.on_row(name, "stop")
+        self._tidy()
+
+    def prove(self, name: ChunkName) -> None:
+        """The process that wrote a chunk is proven to have ended."""
+        self.on_row(name, "proof of death")
         self._tidy()
 
     def lapse(self, name: int) -> None:
@@ -124,10 +130,11 @@ class Receiving:
         for name, row in list(rank.rows.items()):
             if row.state in ("committed", "lost") and name[0] < rank.lowest:
                 self.on_row(name, "writer is gone")
-        for name in [name for name in rank.bound if name < rank.lowest]:
-            if not any(each[0] == name for each in rank.rows):
-                del rank.bound[name]
-                rank.lowest_chunks.pop(name, None)
+        with_rows = {name for name, _ in rank.rows}
+        for shipment in [each for each in rank.bound if each < rank.lowest]:
+            if shipment not in with_rows:
+                del rank.bound[shipment]
+                rank.lowest_chunks.pop(shipment, None)
 
     # Messages and peers
 
@@ -145,24 +152,27 @@ class Receiving:
             return
         if lowest > rank.lowest and "lowest shipment" not in self.setting.without:
             rank.lowest = lowest
-            for name in [name for name in rank.rows if name[0] < lowest]:
-                self.on_row(name, "writer is gone")
+            for name, row in list(rank.rows.items()):
+                if name[0] < lowest and not row.has_died:  # else only proof says so
+                    self.on_row(name, "writer is gone")
             self._tidy()
         if kind == "GONE":
             if rank.asks[fields[0]][0] in OPEN_ASKS:
                 self.on_ask(fields[0], "GONE")
         elif kind == "STOPPED":
             self._hear_stopped(fields[0])
-        elif kind in ("OFFER", "DONE") and fields[0] >= rank.lowest:
+        elif kind in ("OFFER", "DONE") and self._may_be_open(fields[0]):
             self._hear_of_chunk(kind, *fields)
         for number in range(1, len(rank.asks)):
             self._look_at(number)
 
+    def _may_be_open(self, name: int) -> bool:
+        return name >= self.rank.lowest or "below is over" in self.setting.without
+
     def _hear_stopped(self, name: int) -> None:
-        is_claimed = self.rank.bound.get(name, 0) > 0
+        if "silence" in self.setting.without:
+            self._say("STOP", name, 0)
         for each in [each for each in self.rank.rows if each[0] == name]:
-            if self.rank.rows[each].state == "landed" and not is_claimed:
-                self.on_row(each, "stop")
             self.on_row(each, "writer is gone")
         if not any(each[0] == name for each in self.rank.rows):
             self.rank.bound.pop(name, None)
@@ -194,7 +204,8 @@ class Receiving:
     def _hear_offer(self, name: ChunkName, ask: int, block: int, of: int) -> None:
         content = self.setting.try_contents[of]
         if not self._bind(name[0], ask, content):
-            is_known = name in self.rank.rows
+            is_known, asks = name in self.rank.rows, self.rank.asks
+            self.is_claimed = ask > 0 and asks[ask][0] in OPEN_ASKS
             self.on_row(name, "OFFER" if is_known else "OFFER, it is over")
             return
         if name in self.rank.rows:
@@ -254,5 +265,6 @@ class Receiving:
                 continue
             if rank.asks[number][0] in OPEN_ASKS:
                 self.on_ask(number, "peer is over" if number in bound else "unanswered")
-        for name in [name for name in rank.bound if not any(each[0] == name for each in rank.rows)]:
-            del rank.bound[name]
+        with_rows = {name for name, _ in rank.rows}
+        for shipment in rank.bound.keys() - with_rows:
+            del rank.bound[shipment]

@@ -184,7 +184,7 @@ class Sending:
         if kind in ("ASK", "RELEASE"):
             self._hear_of_ask(kind, rank, fields[0])
         elif kind == "STOP":
-            self._hear_stop(rank, fields[0])
+            self._hear_stop(rank, *fields)
         elif kind in ("HELLO", "PING"):
             pass
         elif fields[0] in world.ships:
@@ -206,7 +206,7 @@ class Sending:
             event += ", ticket is over" if self._is_ticket_over(number) else ""
         self.on_heard(rank, number, event)
 
-    def _hear_stop(self, rank: int, name: int) -> None:
+    def _hear_stop(self, rank: int, name: int, is_claimed: int) -> None:
         ship = self.world.ships.get(name)
         if ship is None:
             if "answer" not in self.setting.without:
@@ -216,7 +216,10 @@ class Sending:
             return
         self.stop(name)
         if ship.ask and self.world.heard[rank][ship.ask] == "paired":
-            self.on_heard(rank, ship.ask, "is over")
+            if is_claimed:
+                self.on_try(ship.of, "ask is over")  # and the ask is served anew
+            else:
+                self.on_heard(rank, ship.ask, "is over")
         elif not ship.ask and self.world.tries[ship.of].state == "free":
             self.on_try(ship.of, "ask is over")
 

@@ -35,6 +35,8 @@ class Setting:
     give_ups: int = 0
     faults: tuple[str, ...] = ()
     num_faults: int = 0
+    is_checked: bool = False  # D believes DONE only: it brings a checksum
+    may_fail: bool = True  # no: what goes wrong in this setting costs no ask
     tables: dict[str, Table] = dataclasses.field(default_factory=lambda: TABLES, hash=False)
     without: frozenset[str] = frozenset()  # rules that a mutation drops
 
@@ -164,12 +166,14 @@ class World:
             for m, s in self.ships.items()
         )
         ranks = tuple(_named(self.ranks[rank]) for rank in order)
-        queues = tuple(tuple(self.queues[2 * r]) + ("|", *self.queues[2 * r + 1]) for r in order)
+        queues = tuple((*self.queues[2 * r], "|", *self.queues[2 * r + 1]) for r in order)
+        heard = tuple(
+            (tuple(self.heard[r]), self.heard_lowest[r], self.known_epochs[r]) for r in order
+        )
         strays = tuple(sorted((2 * place[way // 2] + way % 2, text) for way, text in self.strays))
         return (
             self.epoch, tries, ships, tuple(self.made),
-            tuple((tuple(self.heard[r]), self.heard_lowest[r], self.known_epochs[r]) for r in order),
-            ranks, queues, strays, self.aborted, tuple(self.left),
+            heard, ranks, queues, strays, self.aborted, tuple(self.left),
         )  # fmt: skip
 
     def copy(self) -> World:

@@ -76,6 +76,7 @@ TRY = _table(
     paired | all is taken          |                         | ended
     paired | ask is over           | stop; turn the ask away | free
     paired | ask is over, ticketed | stop; turn the ask away | ended
+    paired | time is over          | stop; turn the ask away | ended
     paired | given up              | stop; turn the ask away | ended
     paired | peer is over          | stop; turn the ask away | free
     ended  | given up              |                         | ended
@@ -163,7 +164,6 @@ IN = _table(
     landed      | DONE                     | say COMMIT         | landed
     landed      | is in place              | free               | committed
     landed      | stop                     | free               | committed
-    quarantined | unanswered               | say STOP           | quarantined
     quarantined | OFFER                    | say STOP           | quarantined
     quarantined | DONE                     | free; say STOP     | none
     quarantined | word                     | free               | none
@@ -191,24 +191,24 @@ TABLES = {"try": TRY, "heard": HEARD, "out": OUT, "ask": ASK, "in": IN}
 
 _MESSAGES = """
 LOOKUP | engine → directory | where does this rank listen? | rank | LOCATION | until answered | `connect_timeout_seconds`
-LOCATION | directory → engine | there; and the identity's fields | rank, address, ranks, spec, identity | – | no | –
+LOCATION | directory → engine | there; and the identity's fields | rank, address, ranks, spec, identity | - | no | -
 HELLO | either, first | this is who I am | version, epoch, address, spec, endpoints, number | WELCOME or REFUSE | until answered | `connect_timeout_seconds`
-WELCOME | to HELLO | I take you for a peer | version, spec, endpoints, checksum, largest landing, lease | – | no | –
-REFUSE | to HELLO | I do not, and this differs | version, reason | – | no | –
+WELCOME | to HELLO | I take you for a peer | version, spec, endpoints, checksum, largest landing, lease | - | no | -
+REFUSE | to HELLO | I do not, and this differs | version, reason | - | no | -
 PING | either | are you there? | number | PONG | four times in `peer_timeout_seconds` | silence
-PONG | to PING | I am | number | – | no | –
-BYE | either | my engine ends: everything of it is over | – | – | no | –
+PONG | to PING | I am | number | - | no | -
+BYE | either | my engine ends: everything of it is over | - | - | no | -
 ASK | D → P | I want these until their leases end | for each: ask, content, ticket, lease | OFFER or GONE, or nothing yet | four times in a lease | all is here, GONE, or RELEASE
-GONE | P → D | what this ask wants does not come | ask, why | – | as answer to each ASK | –
-RELEASE | D → P | this ask is over here | ask, content, ticket | – | no: the lease covers the loss | –
+GONE | P → D | what this ask wants does not come | ask, why | - | as answer to each ASK | -
+RELEASE | D → P | this ask is over here | ask, content, ticket | - | no: the lease covers the loss | -
 OFFER | P → D | reserve memory for this chunk | chunk, lowest chunk, ask or 0, content, manifest, transport, checksum | GRANT, DENY or STOP | until answered | the shipment's deadline
-GRANT | D → P | here it is | chunk, range, offset, word | – | as answer to each OFFER | –
-DENY | D → P | not now; number and turn are kept | chunk, retry after | – | as answer to each OFFER | –
+GRANT | D → P | here it is | chunk, range, offset, word | - | as answer to each OFFER | -
+DENY | D → P | not now; number and turn are kept | chunk, retry after | - | as answer to each OFFER | -
 DONE | P → D | every byte of this chunk is written | chunk, lowest chunk, checksum | COMMIT, LOST or STOP | until answered | the shipment's deadline
-COMMIT | D → P | every byte of it is here | chunk | – | as answer to each DONE | –
-LOST | D → P | its bytes are not here: send them under a new number | chunk | – | as answer to each DONE | –
-STOP | D → P | I take no more of this shipment | shipment, why | STOPPED | while memory is quarantined | STOPPED, or the lowest number passes
-STOPPED | P → D | I write nothing more for it | shipment | – | as answer to STOP and GRANT of what is over | –
+COMMIT | D → P | every byte of it is here | chunk | - | as answer to each DONE | -
+LOST | D → P | its bytes are not here: send them under a new number | chunk | - | as answer to each DONE | -
+STOP | D → P | I take no more of this shipment | shipment, why | STOPPED | as answer to each OFFER and DONE | -
+STOPPED | P → D | I write nothing more for it | shipment | - | as answer to STOP and GRANT of what is over | -
 """  # noqa: E501
 MESSAGES = [
     Message(*(part.strip() for part in line.split("|"))) for line in _MESSAGES.strip().splitlines()
