@@ -18,18 +18,18 @@ from tests.property.core_model.moves import (
     timers_of,
     work_of,
 )
-from tests.property.core_model.state import OPEN_ASKS, Setting, State, World
+from tests.property.core_model.state import OPEN_ASKS, CoreState, Setting, State
 
 MAX_STEPS = 400  # from any state to the end of everything
 MAX_MESSAGES = 120
 ROUNDS = 9  # of timers, in which everything comes to its end
 
 
-class Broken(AssertionError):
+class BrokenPromise(AssertionError):
     """A promise is broken."""
 
 
-def check(world: World) -> None:
+def check(world: CoreState) -> None:
     """Check what must hold in each state."""
     setting = world.setting
     for name, ship in world.ships.items():
@@ -39,30 +39,30 @@ def check(world: World) -> None:
                 continue
             row = rank.rows.get((name, index))
             if region is not None and region >= 0 and (row is None or row.region != region):
-                raise Broken(f"chunk {name, index} is written where it owns nothing")
+                raise BrokenPromise(f"chunk {name, index} is written where it owns nothing")
     for rank in world.ranks:
         regions = [row.region for row in rank.rows.values() if row.region >= 0]
         if len(regions) != len(set(regions)):
-            raise Broken("two chunks have one region")
+            raise BrokenPromise("two chunks have one region")
         for (name, index), row in rank.rows.items():
             ask = rank.bound.get(name, 0)
             if row.state != "landed":
                 continue
             if rank.words[row.region] != (name, index):
-                raise Broken(f"chunk {name, index} landed without its bytes")
+                raise BrokenPromise(f"chunk {name, index} landed without its bytes")
             if (
                 ask > 0
                 and setting.ask_contents[ask - 1] != setting.try_contents[world.made[name - 1]]
             ):
-                raise Broken(f"ask {ask} takes another content")
+                raise BrokenPromise(f"ask {ask} takes another content")
         for state, blocks in rank.asks[1:]:
             if state == "failed" and not setting.may_fail:
-                raise Broken("an ask has failed for no reason")
+                raise BrokenPromise("an ask has failed for no reason")
             if state == "loaded" and blocks != (1 << setting.num_blocks) - 1:
-                raise Broken("an ask is loaded and lacks a block")
+                raise BrokenPromise("an ask is loaded and lacks a block")
 
 
-class Ends:
+class WaysToEnd:
     """Whether everything ends, from each state that is asked about, once nothing goes wrong.
 
     First without deadlines: what P can serve must arrive. Then D's deadline ends what is still
@@ -72,11 +72,11 @@ class Ends:
     def __init__(self) -> None:
         self._known: set[State] = set()
 
-    def check(self, world: World) -> None:
+    def check(self, world: CoreState) -> None:
         """Let everything end: no fault and no new order from here on; what is astray is lost.
 
         Raises:
-            Broken: something is stuck, says messages for ever, or is remembered for ever.
+            BrokenPromise: something is stuck, says messages for ever, or is remembered for ever.
         """
         world.strays.clear()
         world.left = [0, 0, 0]
@@ -87,30 +87,32 @@ class Ends:
         _ping(world)
         steps += quiet(world)
         if world.num_sent - sent > MAX_MESSAGES:
-            raise Broken(f"{world.num_sent - sent} messages and {steps} steps until it is quiet")
+            raise BrokenPromise(
+                f"{world.num_sent - sent} messages and {steps} steps until it is quiet"
+            )
         if not self._is_known(world):
             _end_by_time(world)
             if world.num_sent - sent > 2 * MAX_MESSAGES:
-                raise Broken(f"{world.num_sent - sent} messages until the end")
+                raise BrokenPromise(f"{world.num_sent - sent} messages until the end")
             _ping(world)
             quiet(world)
             _check_empty(world)
 
-    def _is_known(self, world: World) -> bool:
+    def _is_known(self, world: CoreState) -> bool:
         name = world.frozen()
         is_known = name in self._known
         self._known.add(name)
         return is_known
 
 
-def _end_by_time(world: World) -> None:
+def _end_by_time(world: CoreState) -> None:
     for number, rank in enumerate(world.ranks):
         for ask in range(1, len(rank.asks)):
             if rank.asks[ask][0] in OPEN_ASKS:
                 if _can_be_served(world, number, ask):
-                    raise Broken(f"ask {ask} of rank {number} waits for what P has")
+                    raise BrokenPromise(f"ask {ask} of rank {number} waits for what P has")
                 if _is_known_to_be_gone(world, number, ask):
-                    raise Broken(f"ask {ask} of rank {number} waits for what P has ended")
+                    raise BrokenPromise(f"ask {ask} of rank {number} waits for what P has ended")
                 make(world, ("abort", number, ask))
     for _ in range(4):
         quiet(world)
@@ -123,7 +125,7 @@ def _end_by_time(world: World) -> None:
         world.left[FAULTS] = 0
 
 
-def quiet(world: World) -> int:
+def quiet(world: CoreState) -> int:
     """Let what is due happen, until nothing is. A chunk is offered once in each round of timers."""
     steps, rounds = 0, 0
     offered: set[Move] = set()
@@ -140,11 +142,11 @@ def quiet(world: World) -> int:
             make(world, move)
         steps += 1
         if steps > MAX_STEPS:
-            raise Broken("it does not come to an end")
+            raise BrokenPromise("it does not come to an end")
     return steps
 
 
-def _fire(world: World, *, is_late: bool) -> bool:
+def _fire(world: CoreState, *, is_late: bool) -> bool:
     """Fire the timers; those of grace when it is late, after repetitions have been heard. Returns
     whether there were any."""
     timers = list(timers_of(world, even_busy=True))
@@ -155,7 +157,7 @@ def _fire(world: World, *, is_late: bool) -> bool:
     return bool(timers)
 
 
-def _due(world: World, offered: set[Move]) -> Iterator[Move]:
+def _due(world: CoreState, offered: set[Move]) -> Iterator[Move]:
     """Work, and the orders that must come."""
     for move in work_of(world):
         if move not in offered:
@@ -165,7 +167,7 @@ def _due(world: World, offered: set[Move]) -> Iterator[Move]:
             yield move
 
 
-def _can_be_served(world: World, number: int, ask: int) -> bool:
+def _can_be_served(world: CoreState, number: int, ask: int) -> bool:
     """Whether P has a try that this ask should get."""
     content = world.setting.ask_contents[ask - 1]
     for item, other in zip(world.tries, world.setting.try_contents, strict=True):
@@ -176,7 +178,7 @@ def _can_be_served(world: World, number: int, ask: int) -> bool:
     return world.heard[number][ask] == "gone"
 
 
-def _is_known_to_be_gone(world: World, number: int, ask: int) -> bool:
+def _is_known_to_be_gone(world: CoreState, number: int, ask: int) -> bool:
     """Whether P has ended its tries of what an ask wants, and has heard of the ask."""
     content = world.setting.ask_contents[ask - 1]
     tries = zip(world.tries, world.setting.try_contents, strict=True)
@@ -184,22 +186,22 @@ def _is_known_to_be_gone(world: World, number: int, ask: int) -> bool:
     return has_ended and world.heard[number][ask] != "none"
 
 
-def _ping(world: World) -> None:
+def _ping(world: CoreState) -> None:
     """Let both say PING: each message has its sender's lowest open number."""
     for way in range(len(world.queues)):
         make(world, ("ping", way))
 
 
-def _check_empty(world: World) -> None:
+def _check_empty(world: CoreState) -> None:
     if any(world.queues) or world.ships:
-        raise Broken("something is still open")
+        raise BrokenPromise("something is still open")
     if any(item.state not in ("none", "unborn") for item in world.tries):
-        raise Broken(f"P remembers a try for ever: {[item.state for item in world.tries]}")
+        raise BrokenPromise(f"P remembers a try for ever: {[item.state for item in world.tries]}")
     if any(state != "none" for heard in world.heard for state in heard):
-        raise Broken(f"P remembers an ask for ever: {world.heard}")
+        raise BrokenPromise(f"P remembers an ask for ever: {world.heard}")
     for rank in world.ranks:
         if rank.rows or rank.bound:
-            raise Broken(f"D remembers a shipment for ever: {rank.rows} {rank.bound}")
+            raise BrokenPromise(f"D remembers a shipment for ever: {rank.rows} {rank.bound}")
 
 
 def explore(
@@ -211,11 +213,11 @@ def explore(
         AssertionError: a promise is broken, with the moves that lead there; or there are more
             states than `limit`.
     """
-    start = World(setting)
+    start = CoreState(setting)
     parents: dict[State, tuple[State, Move] | None] = {start.frozen(): None}
-    frontier, ends = [start], Ends()
+    frontier, ends = [start], WaysToEnd()
     while frontier:
-        following: list[World] = []
+        following: list[CoreState] = []
         for world in frontier:
             name = world.frozen()
             for move in moves_of(world):

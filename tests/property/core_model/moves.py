@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-from tests.property.core_model.receiving import Receiving
-from tests.property.core_model.sending import Sending
-from tests.property.core_model.state import OPEN_ASKS, World
+from tests.property.core_model.receiving import ReceiverModel
+from tests.property.core_model.sending import SenderModel
+from tests.property.core_model.state import OPEN_ASKS, CoreState
 
 Move: TypeAlias = tuple[Any, ...]
 ABORTS, GIVE_UPS, FAULTS = range(3)  # of what is left
 ON_THE_WAY = ("granted", "writing", "written")
 
 
-def moves_of(world: World) -> Iterator[Move]:
+def moves_of(world: CoreState) -> Iterator[Move]:
     """Everything that can happen next."""
     yield from work_of(world)
     yield from orders_of(world)
@@ -28,7 +28,7 @@ def moves_of(world: World) -> Iterator[Move]:
         yield from faults_of(world)
 
 
-def work_of(world: World) -> Iterator[Move]:
+def work_of(world: CoreState) -> Iterator[Move]:
     """What happens by itself: messages arrive, bytes move, both look."""
     for way, queue in enumerate(world.queues):
         if queue:
@@ -54,7 +54,7 @@ def work_of(world: World) -> Iterator[Move]:
                 yield "proof", number, *each
 
 
-def orders_of(world: World) -> Iterator[Move]:
+def orders_of(world: CoreState) -> Iterator[Move]:
     """What the two schedulers say."""
     setting = world.setting
     for index, item in enumerate(world.tries):
@@ -80,13 +80,13 @@ def orders_of(world: World) -> Iterator[Move]:
                 yield "abort", number, ask
 
 
-def is_given_up(world: World, ask: int) -> bool:
+def is_given_up(world: CoreState, ask: int) -> bool:
     """Whether D's scheduler gives an ask up, because a client did or another rank has failed."""
     is_failed = any(rank.asks[ask][0] == "failed" for rank in world.ranks)
     return bool(world.aborted >> ask & 1) or is_failed
 
 
-def timers_of(world: World, *, even_busy: bool = False) -> Iterator[Move]:
+def timers_of(world: CoreState, *, even_busy: bool = False) -> Iterator[Move]:
     """What is repeated, and what a second of grace ends."""
     for number, rank in enumerate(world.ranks):
         for ask in range(1, len(rank.asks)):
@@ -101,6 +101,9 @@ def timers_of(world: World, *, even_busy: bool = False) -> Iterator[Move]:
         for ask in range(1, len(rank.asks)):
             if rank.asks[ask][0] in ("wanted", "loading"):
                 yield "ask again", number, ask
+        for each, row in rank.rows.items():
+            if row.state == "quarantined" and not row.has_died:
+                yield "stop again", number, *each
         for name, ship in world.ships.items():
             for index, chunk in enumerate(ship.chunks):
                 if ship.rank == number and chunk[0] in ("offered", "written"):
@@ -111,13 +114,13 @@ def timers_of(world: World, *, even_busy: bool = False) -> Iterator[Move]:
             yield "time is over", index
 
 
-def _has_ended_try(world: World, ask: int) -> bool:
+def _has_ended_try(world: CoreState, ask: int) -> bool:
     content = world.setting.ask_contents[ask - 1]
     tries = zip(world.tries, world.setting.try_contents, strict=True)
     return any(item.state == "ended" and other == content for item, other in tries)
 
 
-def faults_of(world: World) -> Iterator[Move]:
+def faults_of(world: CoreState) -> Iterator[Move]:
     """What goes wrong."""
     for fault in world.setting.faults:
         if fault == "stray":
@@ -144,7 +147,7 @@ def faults_of(world: World) -> Iterator[Move]:
             yield from leases_of(world)
 
 
-def leases_of(world: World) -> Iterator[Move]:
+def leases_of(world: CoreState) -> Iterator[Move]:
     """The leases that may end."""
     for index, item in enumerate(world.tries):
         is_held = item.state == "free" and not world.setting.pushes[index]
@@ -158,57 +161,57 @@ def leases_of(world: World) -> Iterator[Move]:
                 yield "lapse", number, name
 
 
-def is_asked_for(world: World, ask: int) -> bool:
+def is_asked_for(world: CoreState, ask: int) -> bool:
     """Whether a rank asks still: another one may have got its part, or have never asked."""
     return any(heard[ask] == "paired" for heard in world.heard)
 
 
-def make(world: World, move: Move) -> None:
+def make(world: CoreState, move: Move) -> None:
     """Let a move happen."""
     name, *rest = move
     _MOVES[name](world, *rest)
 
 
-def spend(world: World, kind: int) -> None:
+def spend(world: CoreState, kind: int) -> None:
     """Take one of what is left of a kind."""
     world.left[kind] = max(0, world.left[kind] - 1)
 
 
-def deliver(world: World, way: int, message: tuple[Any, ...]) -> None:
+def deliver(world: CoreState, way: int, message: tuple[Any, ...]) -> None:
     """Let a message arrive."""
     if way % 2:
-        Receiving(world, way // 2).hear(message)
+        ReceiverModel(world, way // 2).hear(message)
     else:
-        Sending(world).hear(way // 2, message)
+        SenderModel(world).hear(way // 2, message)
 
 
-def _stray(world: World, way: int, index: int) -> None:
+def _stray(world: CoreState, way: int, index: int) -> None:
     spend(world, FAULTS)
     world.strays.append((way, world.queues[way].pop(index)))
     world.strays.sort()
 
 
-def _copy(world: World, way: int, index: int) -> None:
+def _copy(world: CoreState, way: int, index: int) -> None:
     spend(world, FAULTS)
     world.strays.append((way, world.queues[way][index]))
     world.strays.sort()
 
 
-def _work(world: World, name: int, index: int) -> None:
+def _work(world: CoreState, name: int, index: int) -> None:
     ship = world.ships[name]
     state, _, region = ship.chunks[index]
     rank = world.ranks[ship.rank]
     if state == "granted":
-        Sending(world).on_out(name, index, "is ready")
+        SenderModel(world).on_out(name, index, "is ready")
     elif state == "writing":
         if region >= 0 and ship.epoch == rank.epoch:
             rank.words[region] = (name, index)
-        Sending(world).on_out(name, index, "is written")
+        SenderModel(world).on_out(name, index, "is written")
     else:
-        Sending(world).on_out(name, index, "job ended")
+        SenderModel(world).on_out(name, index, "job ended")
 
 
-def _break(world: World, number: int, loses_word: int) -> None:
+def _break(world: CoreState, number: int, loses_word: int) -> None:
     spend(world, FAULTS)
     rank = world.ranks[number]
     for name, ship in list(world.ships.items()):
@@ -221,10 +224,10 @@ def _break(world: World, number: int, loses_word: int) -> None:
             if loses_word and state == "written" and is_awaited and region >= 0:
                 rank.words[region] = ("lost", (name, index))
             if state in ("queued", "offered", *ON_THE_WAY, "stopping"):
-                Sending(world).on_out(name, index, "break")
+                SenderModel(world).on_out(name, index, "break")
 
 
-def _restart_sender(world: World) -> None:
+def _restart_sender(world: CoreState) -> None:
     spend(world, FAULTS)
     world.epoch += 1
     for item in world.tries:
@@ -236,7 +239,7 @@ def _restart_sender(world: World) -> None:
         world.heard_lowest[number], world.known_epochs[number] = 1, rank.epoch
 
 
-def _restart_receiver(world: World) -> None:
+def _restart_receiver(world: CoreState) -> None:
     spend(world, FAULTS)
     for rank in world.ranks:
         rank.epoch += 1
@@ -247,54 +250,54 @@ def _restart_receiver(world: World) -> None:
             memory.clear()
 
 
-def _give_up(world: World, index: int) -> None:
+def _give_up(world: CoreState, index: int) -> None:
     spend(world, GIVE_UPS)
     _on_try(world, index, "given up")
 
 
-def _on_try(world: World, index: int, event: str) -> None:
-    sending = Sending(world)
+def _on_try(world: CoreState, index: int, event: str) -> None:
+    sending = SenderModel(world)
     sending.on_try(index, event)
     sending.match()
 
 
-def _begin_try(world: World, index: int) -> None:
+def _begin_try(world: CoreState, index: int) -> None:
     world.tries[index].state = "none"
     _on_try(world, index, "begins")
 
 
-def _time_is_over(world: World, index: int) -> None:
+def _time_is_over(world: CoreState, index: int) -> None:
     if not world.setting.pushes[index] or world.tries[index].state == "paired":
         spend(world, FAULTS)
     _on_try(world, index, "time is over")
 
 
-def _forget(world: World, index: int) -> None:
+def _forget(world: CoreState, index: int) -> None:
     spend(world, FAULTS)
     _on_try(world, index, "lease is over")
 
 
-def _lapse(world: World, number: int, name: int) -> None:
+def _lapse(world: CoreState, number: int, name: int) -> None:
     spend(world, FAULTS)
-    Receiving(world, number).lapse(name)
+    ReceiverModel(world, number).lapse(name)
 
 
-def _expire(world: World, number: int, ask: int) -> None:
+def _expire(world: CoreState, number: int, ask: int) -> None:
     spend(world, FAULTS)
-    sending = Sending(world)
+    sending = SenderModel(world)
     sending.on_heard(number, ask, "is over")
     sending.match()
 
 
-def _turn_away(world: World, number: int, ask: int) -> None:
-    Sending(world).on_heard(number, ask, "every try has ended")
+def _turn_away(world: CoreState, number: int, ask: int) -> None:
+    SenderModel(world).on_heard(number, ask, "every try has ended")
 
 
-def _abort(world: World, number: int, ask: int) -> None:
+def _abort(world: CoreState, number: int, ask: int) -> None:
     if not is_given_up(world, ask):
         spend(world, ABORTS)
     world.aborted |= 1 << ask
-    Receiving(world, number).on_ask(ask, "fails")
+    ReceiverModel(world, number).on_ask(ask, "fails")
 
 
 _MOVES: dict[str, Callable[..., None]] = {
@@ -302,18 +305,19 @@ _MOVES: dict[str, Callable[..., None]] = {
     "deliver stray": lambda w, index: deliver(w, *w.strays.pop(index)),
     "stray": _stray,
     "copy": _copy,
-    "offer": lambda w, name, index: Sending(w).on_out(name, index, "may leave"),
-    "say again": lambda w, name, index: Sending(w).on_out(name, index, "unanswered"),
+    "offer": lambda w, name, index: SenderModel(w).on_out(name, index, "may leave"),
+    "say again": lambda w, name, index: SenderModel(w).on_out(name, index, "unanswered"),
     "work": _work,
     "look": lambda w, number, *each: _look(w, number, each),
-    "proof": lambda w, number, *each: Receiving(w, number).prove(each),
+    "proof": lambda w, number, *each: ReceiverModel(w, number).prove(each),
+    "stop again": lambda w, number, *each: ReceiverModel(w, number).on_row(each, "unanswered"),
     "begin try": _begin_try,
     "give up": _give_up,
     "time is over": _time_is_over,
     "forget": _forget,
-    "begin ask": lambda w, number, ask: Receiving(w, number).begin(ask),
-    "give blocks": lambda w, number, ask: Receiving(w, number).on_ask(ask, "blocks given"),
-    "ask again": lambda w, number, ask: Receiving(w, number).on_ask(ask, "unanswered"),
+    "begin ask": lambda w, number, ask: ReceiverModel(w, number).begin(ask),
+    "give blocks": lambda w, number, ask: ReceiverModel(w, number).on_ask(ask, "blocks given"),
+    "ask again": lambda w, number, ask: ReceiverModel(w, number).on_ask(ask, "unanswered"),
     "abort": _abort,
     "turn away": _turn_away,
     "ping": lambda w, way: w.send(bool(way % 2), way // 2, "PING"),
@@ -325,8 +329,7 @@ _MOVES: dict[str, Callable[..., None]] = {
 }
 
 
-def _look(world: World, number: int, each: Any) -> None:
-    receiving = Receiving(world, number)
+def _look(world: CoreState, number: int, each: Any) -> None:
+    receiving = ReceiverModel(world, number)
     receiving.on_row(each, "word")
-    for ask in range(1, len(receiving.rank.asks)):
-        receiving._look_at(ask)
+    receiving.look_at_all()

@@ -5,24 +5,24 @@ from __future__ import annotations
 from tests.property.core_model.state import (
     NO_REGION,
     OPEN_ASKS,
-    Arrival,
+    ArrivingChunk,
     ChunkName,
-    Rank,
+    CoreState,
+    ReceivingRank,
     State,
-    World,
 )
 
 STOPPED = -1
 
 
-class Receiving:
+class ReceiverModel:
     """One rank of D, over one state."""
 
-    def __init__(self, world: World, rank: int) -> None:
+    def __init__(self, world: CoreState, rank: int) -> None:
         self.world = world
         self.setting = world.setting
         self.number = rank
-        self.rank: Rank = world.ranks[rank]
+        self.rank: ReceivingRank = world.ranks[rank]
         self.is_claimed = False  # what STOP is said of, for another ask than P says
 
     # Records
@@ -163,8 +163,13 @@ class Receiving:
             self._hear_stopped(fields[0])
         elif kind in ("OFFER", "DONE") and self._may_be_open(fields[0]):
             self._hear_of_chunk(kind, *fields)
-        for number in range(1, len(rank.asks)):
+        self.look_at_all()
+
+    def look_at_all(self) -> None:
+        """See what each ask has now, and forget what is over."""
+        for number in range(1, len(self.rank.asks)):
             self._look_at(number)
+        self._tidy()
 
     def _may_be_open(self, name: int) -> bool:
         return name >= self.rank.lowest or "below is over" in self.setting.without
@@ -220,7 +225,7 @@ class Receiving:
             self.on_row(name, "OFFER, no room")
             return
         found = self.setting.row("in", "none", event)
-        self.rank.rows[name] = Arrival(found.next, region, block)
+        self.rank.rows[name] = ArrivingChunk(found.next, region, block)
         self._say("GRANT", *name, region)
 
     def _bind(self, name: int, ask: int, content: int) -> bool:

@@ -59,6 +59,7 @@ FULL = [
     _of(TWICE, "pull again, astray", faults=STRAY, num_faults=1, aborts=1),
     _of(TWICE, "pull again, ticketed, astray", is_ticketed=True, faults=STRAY,
             num_faults=1, aborts=1, give_ups=1),
+    _of(APART, "two prompts, two chunks each", num_blocks=2),
     _of(APART, "two prompts, astray", faults=STRAY, num_faults=1),
     _of(APART, "a push and a pull, a death", pushes=(True, False), faults=DEATHS,
             num_faults=1),

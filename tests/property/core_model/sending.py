@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.property.core_model.state import CLOSED, Shipment, State, World
+from tests.property.core_model.state import CLOSED, CoreState, ShipmentModel, State
 
 
-class Sending:
+class SenderModel:
     """P, over one state."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: CoreState) -> None:
         self.world = world
         self.setting = world.setting
         self.matched = 0  # the ask that a try is being matched with
@@ -78,7 +78,7 @@ class Sending:
         chunks = [["queued", block, None] for block in blocks]
         epoch = world.known_epochs[rank]
         world.made.append(number)
-        world.ships[len(world.made)] = Shipment(number, rank, ask, epoch, "open", chunks)
+        world.ships[len(world.made)] = ShipmentModel(number, rank, ask, epoch, "open", chunks)
 
     def stop(self, name: int) -> None:
         """Stop a shipment; STOPPED follows when nothing of it can be written any more."""

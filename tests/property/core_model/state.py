@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeAlias
 
-from tests.property.core_model.table import TABLES, NoSuchRow, Row, Table
+from tests.property.core_model.table import TABLES, NoSuchRow, Table, TableRow
 
 State: TypeAlias = tuple[Any, ...]
 ChunkName: TypeAlias = tuple[int, int]
@@ -40,7 +40,7 @@ class Setting:
     tables: dict[str, Table] = dataclasses.field(default_factory=lambda: TABLES, hash=False)
     without: frozenset[str] = frozenset()  # rules that a mutation drops
 
-    def row(self, kind: str, state: str, event: str) -> Row:
+    def row(self, kind: str, state: str, event: str) -> TableRow:
         """Look a row up.
 
         Raises:
@@ -62,7 +62,7 @@ class Try:
 
 
 @dataclasses.dataclass(eq=False)
-class Shipment:
+class ShipmentModel:
     """One of P's, to one rank. Its chunks are [state, block, region]."""
 
     of: int
@@ -80,7 +80,7 @@ class Shipment:
 
 
 @dataclasses.dataclass(eq=False)
-class Arrival:
+class ArrivingChunk:
     """A chunk that comes in: one row of D's."""
 
     state: str
@@ -90,20 +90,20 @@ class Arrival:
 
 
 @dataclasses.dataclass(eq=False)
-class Rank:
+class ReceivingRank:
     """What one rank of D remembers."""
 
     epoch: int
     sender_epoch: int  # that it knows
     asks: list[list[Any]]  # by number: state, blocks in place
     bound: dict[int, int]  # by shipment: its ask; 0: provisional; -1: stopped
-    rows: dict[ChunkName, Arrival]
+    rows: dict[ChunkName, ArrivingChunk]
     words: list[Any]  # by region: which chunk filled it; or ("lost", chunk)
     lowest: int  # shipment that may be open
     lowest_chunks: dict[int, int]
 
 
-class World:
+class CoreState:
     """A state that moves change. `frozen` names it."""
 
     def __init__(self, setting: Setting) -> None:
@@ -112,13 +112,13 @@ class World:
         ranks = range(setting.num_ranks)
         self.epoch = 1
         self.tries = [Try() for _ in setting.try_contents]
-        self.ships: dict[int, Shipment] = {}
+        self.ships: dict[int, ShipmentModel] = {}
         self.made: list[int] = []  # the try of each shipment, by number less one
         self.heard = [["none"] * num_asks for _ in ranks]
         self.heard_lowest = [1 for _ in ranks]
         self.known_epochs = [1 for _ in ranks]
         self.ranks = [
-            Rank(1, 1, [["unborn", 0] for _ in range(num_asks)], {}, {},
+            ReceivingRank(1, 1, [["unborn", 0] for _ in range(num_asks)], {}, {},
                  [None] * setting.num_regions, 1, {})
             for _ in ranks
         ]  # fmt: skip
@@ -176,13 +176,13 @@ class World:
             heard, ranks, queues, strays, self.aborted, tuple(self.left),
         )  # fmt: skip
 
-    def copy(self) -> World:
+    def copy(self) -> CoreState:
         """Copy the state."""
-        other = World.__new__(World)
+        other = CoreState.__new__(CoreState)
         other.__dict__.update(self.__dict__)
         other.tries = [Try(t.state, t.ask, t.taken) for t in self.tries]
         other.ships = {
-            m: Shipment(s.of, s.rank, s.ask, s.epoch, s.status, [c[:] for c in s.chunks])
+            m: ShipmentModel(s.of, s.rank, s.ask, s.epoch, s.status, [c[:] for c in s.chunks])
             for m, s in self.ships.items()
         }
         other.made = self.made[:]
@@ -194,18 +194,18 @@ class World:
         return other
 
 
-def _copied(rank: Rank) -> Rank:
+def _copied(rank: ReceivingRank) -> ReceivingRank:
     rows = {
-        name: Arrival(row.state, row.region, row.block, row.has_died)
+        name: ArrivingChunk(row.state, row.region, row.block, row.has_died)
         for name, row in rank.rows.items()
     }
-    return Rank(
+    return ReceivingRank(
         rank.epoch, rank.sender_epoch, [ask[:] for ask in rank.asks], dict(rank.bound), rows,
         rank.words[:], rank.lowest, dict(rank.lowest_chunks),
     )  # fmt: skip
 
 
-def _named(rank: Rank) -> State:
+def _named(rank: ReceivingRank) -> State:
     rows = tuple(
         (*name, row.state, row.region, row.block, row.has_died)
         for name, row in sorted(rank.rows.items())

@@ -27,7 +27,7 @@ class NoSuchRow(AssertionError):
     """A record met an event for which its state has no row."""
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """What a record does in one state when one event happens."""
 
     state: str
@@ -36,7 +36,7 @@ class Row(NamedTuple):
     next: str
 
 
-class Message(NamedTuple):
+class MessageRow(NamedTuple):
     """One message with its one meaning."""
 
     name: str
@@ -48,7 +48,7 @@ class Message(NamedTuple):
     over: str
 
 
-Table = dict[tuple[str, str], Row]
+Table = dict[tuple[str, str], TableRow]
 
 
 def _table(text: str) -> Table:
@@ -59,7 +59,7 @@ def _table(text: str) -> Table:
             to = one if following == "same" else following
             doings = tuple(filter(None, (part.strip() for part in actions.split(";"))))
             assert (one, event) not in rows, f"two rows for {one} and {event}"
-            rows[one, event] = Row(one, event, doings, to)
+            rows[one, event] = TableRow(one, event, doings, to)
     return rows
 
 
@@ -165,6 +165,7 @@ IN = _table(
     landed      | is in place              | free               | committed
     landed      | stop                     | free               | committed
     quarantined | OFFER                    | say STOP           | quarantined
+    quarantined | unanswered               | say STOP           | quarantined
     quarantined | DONE                     | free; say STOP     | none
     quarantined | word                     | free               | none
     quarantined | writer is gone           | free               | none
@@ -207,9 +208,10 @@ DENY | D → P | not now; number and turn are kept | chunk, retry after | - | as
 DONE | P → D | every byte of this chunk is written | chunk, lowest chunk, checksum | COMMIT, LOST or STOP | until answered | the shipment's deadline
 COMMIT | D → P | every byte of it is here | chunk | - | as answer to each DONE | -
 LOST | D → P | its bytes are not here: send them under a new number | chunk | - | as answer to each DONE | -
-STOP | D → P | I take no more of this shipment | shipment, why | STOPPED | as answer to each OFFER and DONE | -
+STOP | D → P | I take no more of this shipment | shipment, why | STOPPED | while memory is quarantined; and as answer to OFFER and DONE | STOPPED, or the lowest number passes
 STOPPED | P → D | I write nothing more for it | shipment | - | as answer to STOP and GRANT of what is over | -
 """  # noqa: E501
 MESSAGES = [
-    Message(*(part.strip() for part in line.split("|"))) for line in _MESSAGES.strip().splitlines()
+    MessageRow(*(part.strip() for part in line.split("|")))
+    for line in _MESSAGES.strip().splitlines()
 ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.property.core_model.explore import Ends, quiet
+from tests.property.core_model.explore import WaysToEnd, quiet
 from tests.property.core_model.moves import make
-from tests.property.core_model.state import Setting, World
+from tests.property.core_model.state import CoreState, Setting
 
 TO_D, TO_P = ("deliver", 1), ("deliver", 0)
 LOSE_OF_P, LOSE_OF_D = ("stray", 1, 0), ("stray", 0, 0)
@@ -27,15 +27,15 @@ TICKETED = Setting("ticketed", pushes=(False,), ask_contents=(0, 0), is_ticketed
                    num_faults=9, aborts=9)  # fmt: skip
 
 
-def play(setting: Setting, *moves: tuple[object, ...]) -> World:
+def play(setting: Setting, *moves: tuple[object, ...]) -> CoreState:
     """Make these moves."""
-    world = World(setting)
+    world = CoreState(setting)
     for move in moves:
         make(world, move)
     return world
 
 
-def go_on(world: World, *moves: tuple[object, ...]) -> World:
+def go_on(world: CoreState, *moves: tuple[object, ...]) -> CoreState:
     """Let all that is due happen, but no deadline; then make these moves."""
     quiet(world)
     for move in moves:
@@ -43,15 +43,15 @@ def go_on(world: World, *moves: tuple[object, ...]) -> World:
     return world
 
 
-def asks(world: World) -> list[str]:
+def asks(world: CoreState) -> list[str]:
     """How each ask stands on the first rank, when all is quiet; from there everything ends."""
     quiet(world)
     found = [ask[0] for ask in world.ranks[0].asks[1:]]
-    Ends().check(world.copy())
+    WaysToEnd().check(world.copy())
     return found
 
 
-def words_on(way: int, world: World) -> list[str]:
+def words_on(way: int, world: CoreState) -> list[str]:
     """The kinds of the messages that are on their way."""
     return [message[0] for message in world.queues[way]]
 
