@@ -62,6 +62,7 @@ FULL = [
     _of(APART, "two prompts, two chunks each", num_blocks=2),
     _of(APART, "two prompts, astray", faults=STRAY, num_faults=1),
     _of(APART, "a push and a pull, a death", pushes=(True, False), faults=DEATHS,
+            num_regions=2,
             num_faults=1),
     _of(PUSH, "push to two ranks", num_ranks=2, num_blocks=1, aborts=1),
     _of(PULL, "pull to two ranks, a death", num_ranks=2, num_blocks=1, faults=DEATHS,
