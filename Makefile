@@ -67,9 +67,9 @@ stalls: setup  ## real vLLM's first loads on busy cores, TURNS= times (50) besid
 backlog: setup  ## real vLLM: requests queue on a decode instance for SECONDS= (300), and none may fail
 	$(if $(SECONDS),P2P_BACKLOG_SECONDS=$(SECONDS)) $(PYTEST) tests/vllm/test_backlog.py
 
-model: setup  ## every state of KEYS= transfers, or (TURNS=1) of a session's turns, with FAULTS= faults (and RENEWALS=1): more than half an hour
-	$(BIN)/python -m tests.property.protocol_model --keys $(or $(KEYS),2) --faults $(or $(FAULTS),1) \
-		--renewals $(or $(RENEWALS),0) $(if $(TURNS),--turns)
+model: setup  ## every state of KEYS= transfers, or (TURNS=1) of a session's turns, with FAULTS= faults (and RENEWALS=1), or (CORE=1) of docs/core.md: more than half an hour
+	$(BIN)/python -m $(if $(CORE),tests.property.core_model.runs --name "$(NAME)",tests.property.protocol_model \
+		--keys $(or $(KEYS),2) --faults $(or $(FAULTS),1) --renewals $(or $(RENEWALS),0) $(if $(TURNS),--turns))
 
 mutants: setup  ## COUNT= mutants (50) in SEED='s order (1): which do the tests kill? NAME= folders or files, TESTS= of those only; goes on where it stopped
 	$(BIN)/python -m tests.mutants.campaign $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) \
