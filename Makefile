@@ -31,7 +31,7 @@ test: setup test-c tsan asan  ## all tests but the longest with real vLLM (test-
 		-m "not vllm" --durations=20 --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
 
 nixl: setup  ## install NIXL, so that the tests of its transport are not skipped
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps nixl==1.5.1 nixl-cu13==1.5.1
 
 scale: setup  ## stand-ins come and go at random under load for DURATION= seconds (600)
 	$(BIN)/python -m tests.scale.run $(if $(DURATION),--seconds $(DURATION))
