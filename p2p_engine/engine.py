@@ -501,9 +501,10 @@ class P2pNcclEngine:
         """Send an array of torch, cupy or numpy that is on this device, according to send_type.
         With PUT, blocks until it has left.
 
-        A contiguous array is not copied: leave it unchanged until the transfer is released. On a
-        GPU, it is read after all that torch's current stream and, for an array of cupy's, cupy's
-        current stream have been told to do.
+        A contiguous array is not copied: leave it unchanged until the transfer is released, and so
+        any array of cupy's, whose streams do not wait for the copy. On a GPU, it is read after all
+        that torch's current stream and, for an array of cupy's, cupy's current stream have been
+        told to do.
 
         Raises:
             LocalProtocolError: the array is on another device, or no tensor can be over its memory

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from p2p_engine.errors import ConfigError
+from p2p_engine.wire.addresses import is_any_address
 
 TransferConfig = Mapping[str, Any]
 
@@ -32,6 +33,7 @@ NIXL_ONLY = {
     "backends": "transports",
     "bidirectional_kv_xfer": "stash_seconds",
     "decoder_kv_blocks_ttl": "stash_seconds",
+    "enable_cross_layers_blocks": "",
     "enforce_handshake_compat": "accept_differences",
     "engine_ttl": "",
     "kv_recompute_threshold": "",
@@ -119,14 +121,17 @@ def read_nixls(config: TransferConfig, environment: Mapping[str, str]) -> Transf
     itself. Our own settings win. `environment` has NIXL's variables.
 
     Raises:
-        ConfigError: the settings are not a JSON object, or the variable is not a port.
+        ConfigError: the settings are not a JSON object, or a variable is no address or port.
     """
     if config.get("kv_connector") != NIXL_NAME:
         return config
     extra = {key: value for key, value in extra_of(config).items() if key not in NIXL_ONLY}
     if (lease := extra.pop(_LEASE, None)) is not None:
         extra.setdefault("lease_seconds", lease)
+    extra.setdefault("send_type", "GET")  # every router that decides by the name pulls
     if (host := environment.get(HOST_VARIABLE)) and not extra.get("host"):
+        if is_any_address(host):
+            raise ConfigError(f"{HOST_VARIABLE}={host!r} is not possible; peers cannot dial it")
         extra["host"] = host
     port = environment.get(PORT_VARIABLE)
     if not port or str(config.get("kv_port", DEFAULT_KV_PORT)) != str(DEFAULT_KV_PORT):

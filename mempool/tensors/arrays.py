@@ -1,5 +1,6 @@
 """Arrays of torch, cupy and numpy, each as a torch tensor over the same memory, by DLPack."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,16 +40,27 @@ def tensor_over(array: SupportsDLPack, *, is_written: bool = False) -> torch.Ten
         raise TypeError(f"not an array of torch, cupy or numpy: {type(array).__name__}")
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("a masked array has more than its bytes")
-    is_read_only = not getattr(getattr(array, "flags", None), "writeable", True)
-    if is_read_only and is_written:
+    flags = getattr(array, "flags", None)
+    is_read_only = not getattr(flags, "writeable", True)  # cupy's arrays never are
+    if is_written and is_read_only:
         raise BufferError(f"{_name(array)} is read-only")
+    if is_written and flags is None:  # such as jax's, which are read-only
+        raise BufferError(f"{_name(array)} does not say whether it is read-only")
     if any(stride < 0 for stride in getattr(array, "strides", None) or ()):  # torch would abort
         raise BufferError(f"{_name(array)} has a negative stride: give a copy of it")
     options: dict[str, Any] = {"max_version": READ_ONLY_VERSION} if is_read_only else {}
     try:
-        return from_dlpack(array.__dlpack__(**_stream(array), **options))
+        with _device_of(array):
+            return from_dlpack(array.__dlpack__(**_stream(array), **options))
     except Exception as error:  # each library raises its own
         raise BufferError(f"{_name(array)} cannot be a torch tensor here: {error}") from error
+
+
+def _device_of(array: SupportsDLPack) -> AbstractContextManager[object]:
+    """Make an array's device the thread's for a while: cupy takes its stream of that device."""
+    kind, number = array.__dlpack_device__()
+    is_there = kind == CUDA and torch.cuda.is_available()
+    return torch.cuda.device(number) if is_there else nullcontext()
 
 
 def _stream(array: SupportsDLPack) -> dict[str, int]:

@@ -262,12 +262,14 @@ def _check_engine(params: Mapping[str, Any]) -> None:
     if params.get("send_type") is not None or not isinstance(engine, str):
         return
     try:
-        split_address(engine)
+        is_address = split_address(engine)[1] == params.get("remote_port")  # routers keep ports
     except ValueError:
+        is_address = False
+    if not is_address:
         raise InvalidParams(
             f"remote_engine_id {_shown(engine)} is an engine of vLLM's NixlConnector, not ours: "
             "both instances must have P2pNcclConnector's class"
-        ) from None
+        )
 
 
 def _direction_by_role(proxy_id: ProxyId, instance: ThisInstance) -> Direction:

@@ -168,7 +168,7 @@ class Device(Loop):
         """Keep an unused event for the next moment."""
         self._spare_events.append(event)
         if self._is_over:
-            with contextlib.suppress(RuntimeError):  # the interpreter ends: so do they
+            with contextlib.suppress(P2pError, RuntimeError):  # CUDA or Python ends: so do they
                 self.cuda.on(self.index, self._destroy_events)
 
     def copy(

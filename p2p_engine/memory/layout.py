@@ -275,10 +275,12 @@ class TensorSource:
     tensor: torch.Tensor
     manifest: Manifest = field(init=False)
     device: str = "cpu"
+    given: torch.Tensor = field(init=False)  # kept, as what copies it may not have run yet
     first_layer = 0
 
     def __post_init__(self) -> None:
         check_reachable(self.tensor, self.device)
+        object.__setattr__(self, "given", self.tensor)
         plain = self.tensor.detach().resolve_conj().resolve_neg().contiguous()
         object.__setattr__(self, "tensor", plain)
         dtype, shape = str(self.tensor.dtype).removeprefix("torch."), list(self.tensor.shape)

@@ -93,6 +93,7 @@ class CupyArray:
             memory = (ctypes.c_uint8 * nbytes).from_address(memptr.ptr)
             self.host = np.frombuffer(memory, dtype).reshape(shape)
         self.dtype, self.shape, self.strides = self.host.dtype, shape, self.host.strides
+        self.flags = SimpleNamespace(c_contiguous=True)  # cupy's do not say whether it is writeable
         self.consumers: list[int] = []  # the streams that wait, or were to
 
     def fill(self, value: int) -> None:

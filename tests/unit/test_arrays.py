@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,24 @@ def test_a_read_only_array_can_be_read_and_not_written_to() -> None:
     assert refused(array, is_written=True) == "numpy.ndarray of int64 is read-only"
 
 
+def test_an_array_that_cannot_say_whether_it_is_read_only_is_not_written() -> None:
+    class Immutable:
+        """As jax's: no flags, and a capsule that does not say it either."""
+
+        def __init__(self) -> None:
+            self._array = np.ones(4, np.float32)
+
+        def __dlpack__(self, *, stream: Any = None) -> Any:
+            return self._array.__dlpack__()
+
+        def __dlpack_device__(self) -> tuple[Any, Any]:
+            return self._array.__dlpack_device__()
+
+    assert tensor_over(Immutable()).tolist() == [1] * 4
+    says = "does not say whether it is read-only"
+    assert refused(Immutable(), is_written=True).endswith(says)
+
+
 @pytest.mark.parametrize("name", UNFIT)
 def test_what_cannot_be_a_tensor_is_named(name: str) -> None:
     array, text = UNFIT[name]
@@ -153,6 +172,7 @@ def test_torchs_current_stream_is_the_one_that_waits(
             return self.host.__dlpack__()
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda number: contextlib.nullcontext(number))
     streams = {0: SimpleNamespace(cuda_stream=current)}
     monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
     array = Stillborn(8, np.uint8)

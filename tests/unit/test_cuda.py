@@ -122,6 +122,18 @@ def test_errors_name_the_call(cuda: Cuda, double: GpuDouble) -> None:
         cuda.free(12345)
 
 
+def test_a_code_that_the_bindings_do_not_know_is_an_error_of_the_call(
+    cuda: Cuda, double: GpuDouble
+) -> None:
+    event = cuda.create_event()
+    with double.fault(sticky_error=1234):
+        with pytest.raises(TransportError, match="cuMemcpyAsync: a code that cuda-bindings"):
+            cuda.copy(4096, 8192, 1, 0)
+        with pytest.raises(TransportError, match="cuEventQuery: a code that cuda-bindings"):
+            cuda.is_complete(event)
+    cuda.destroy_event(event)
+
+
 def test_memory_is_accounted(cuda: Cuda) -> None:
     free, total = cuda.memory()
     memory = cuda.allocate(1 << 20)

@@ -56,6 +56,7 @@ from p2p_engine.transfer_config import (
     NIXL_NAME,
     NIXL_ONLY,
     PORT_VARIABLE,
+    extra_of,
     is_ours,
     our_config,
     read_nixls,
@@ -160,7 +161,7 @@ def test_on_cpus_vllm_lays_states_out_as_nixl_needs_them(monkeypatch: pytest.Mon
     assert os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] == "DS"
 
 
-def test_rays_workers_have_a_host_of_their_own_and_the_drivers_port() -> None:
+def test_rays_workers_do_not_get_the_variable_of_the_host() -> None:
     assert HOST_VARIABLE in WORKER_SPECIFIC_ENV_VARS
     assert PORT_VARIABLE not in WORKER_SPECIFIC_ENV_VARS
 
@@ -199,9 +200,13 @@ def answer_of_nixl() -> dict[str, Any]:
     return dict(json.loads(json.dumps(answer)))
 
 
-@pytest.mark.parametrize("more", [{}, {"transfer_id": "xfer-1"}], ids=["pull", "llm-d's push"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"transfer_id": "xfer-1"}, {"remote_engine_id": "prefill-0:8000"}],
+    ids=["pull", "llm-d's push", "an id like an address"],
+)
 def test_decode_refuses_what_a_real_nixl_prefill_answered(more: dict[str, str]) -> None:
-    with pytest.raises(InvalidParams, match=r"remote_engine_id '5e0d.*vLLM's NixlConnector"):
+    with pytest.raises(InvalidParams, match=r"remote_engine_id '.*vLLM's NixlConnector"):
         read_intent(REQUEST_ID, {**answer_of_nixl(), **more}, DECODE)
 
 
@@ -234,7 +239,7 @@ def test_a_real_nixl_decode_is_refused_by_name(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("config", [ALIAS, multi(ALIAS), multi(BESIDE, multi(ALIAS))])
 def test_a_configuration_under_the_name_is_ours(config: dict[str, Any]) -> None:
-    assert our_config(config) == ALIAS
+    assert our_config(config) == {**ALIAS, EXTRA: {"host": "127.0.0.1", "send_type": "GET"}}
     assert config_problems(config) == []
     assert Level.CHANGE not in {finding.level for finding in doctor.check_config(config, 1)}
     LaunchOptions("m", transfer_config=config)
@@ -286,7 +291,23 @@ def test_our_own_settings_win() -> None:
     own = {"host": "10.0.0.1", "lease_seconds": 20}
     config = {**ALIAS, "kv_port": 21001, EXTRA: {**own, "kv_lease_duration": 45}}
     environment = {HOST_VARIABLE: "10.0.0.7", PORT_VARIABLE: "5600"}
-    assert read_nixls(config, environment) == {**config, EXTRA: own}
+    assert read_nixls(config, environment) == {**config, EXTRA: {**own, "send_type": "GET"}}
+
+
+def test_who_decides_by_the_name_pulls_unless_our_setting_says_otherwise() -> None:
+    assert extra_of(read_nixls(NAMED, {})) == {"send_type": "GET"}
+    pushes = {**NAMED, EXTRA: {"send_type": "PUT"}}
+    assert extra_of(read_nixls(pushes, {})) == {"send_type": "PUT"}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*"])
+def test_a_host_that_nobody_can_dial_is_named_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv(HOST_VARIABLE, host)
+    (finding,) = doctor.check_config({**NAMED, "kv_role": "kv_both"}, 1)
+    assert finding.level is Level.CHANGE
+    assert f"{HOST_VARIABLE}={host!r} is not possible" in finding.state
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "http", "-1"])
@@ -316,7 +337,7 @@ def test_every_setting_of_nixls_is_known() -> None:
     folder = Path(vllm.__file__).parent / "distributed/kv_transfer/kv_connector/v1/nixl"
     text = "".join(path.read_text("utf-8") for path in folder.glob("*.py"))
     assert set(re.findall(r'get_from_extra_config\(\s*"(\w+)"', text)) == {
-        *NIXL_ONLY,
+        *NIXL_ONLY.keys() - {"enable_cross_layers_blocks"},  # which NIXL does not read, either
         "kv_lease_duration",
     }
     page = (ROOT / "docs" / "nixl_name.md").read_text("utf-8")
