@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 _COMMENT = re.compile(r"^[ \t]*(?:#|//|;).*$", re.MULTILINE)
 _IGNORED = " \t\n\\'\"[>|-"  # what may stand between a key and its mapping
-# A value ends at a blank, a quote or a bracket that is not the shell's own.
-_VALUE = (
-    r"""(?:\$\{[^{}\n]{0,200}\}|\$\((?:[^()\n]|\([^()\n]{0,200}\)){0,200}\)|[^\s,{}\[\]()'"\\`])*"""
-)
+# A value ends at a blank, a quote or a bracket that is not the shell's own. If what stands before
+# is no key, the value is read again, so its length is bounded.
+_VARIABLE = r"\$\{[^{}\n]{0,200}\}|\$\((?:[^()\n]|\([^()\n]{0,200}\)){0,200}\)"
+_VALUE = rf"""(?:{_VARIABLE}|[^\s,{{}}\[\]()'"\\`]){{0,512}}"""
 _LEXEME = re.compile(
     rf"""
     \n(?P<indent>[ \t]*)(?P<dashes>(?:-[ \t]+)*)

@@ -3,6 +3,7 @@ write instead. The file is only read."""
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ _NAME = re.compile(
 _VARIABLE = re.compile(r"\bVLLM_[A-Z0-9_]+\b")
 _OLD_PROXY = re.compile(r"\bdisagg(?:_prefill)?_proxy(?:_p2p_nccl)?_xpyd\.py\b")
 _MODULE = re.compile(r"\bvllm\.distributed\.kv_transfer\.kv_connector\.v1\.(?:p2p|nixl)[\w.]*")
-_LITERAL = re.compile(r"[\w.:/+-]+")
+_KNOWN_VALUE = re.compile(r"[0-9]+|put|put_async|get", re.IGNORECASE)  # others may be a name's
 _PLACEHOLDERS = {"proxy_ip": "proxy", "proxy_port": 1, "http_port": 1}
 
 Change = tuple[int, str]  # a line's number, and what to say about it
@@ -118,14 +119,17 @@ def _of_config(config: list[Setting]) -> Iterator[Change]:
     name = _value(config, "kv_connector")
     path = _value(config, MODULE_KEY)
     known = _NAME.search(name)
-    if (known is None and name.isidentifier()) or (path and not path.startswith("vllm.")):
+    is_ours = path == MODULE_PATH
+    is_others = bool(path) and not is_ours and not path.startswith("vllm.")
+    if is_others or (known is None and name.isidentifier()):
         return  # another connector
+    is_nixl = known is not None and known["name"] in NIXL_CONNECTORS and not is_ours
     for setting in config:
-        if setting.key == "kv_connector" and known and known["name"] in NIXL_CONNECTORS:
+        if setting.key == "kv_connector" and known and is_nixl:
             yield setting.line, f"{known['name']}: {NIXL_CONNECTORS[known['name']]}"
             yield from _of_nixl(config)
         elif setting.key == EXTRA:
-            yield from _of_nixl(setting.below)
+            yield from () if is_ours else _of_nixl(setting.below)
             yield from _of_extra(setting.below)
 
 
@@ -144,7 +148,7 @@ def _of_extra(settings: list[Setting]) -> Iterator[Change]:
         elif key == "proxy_ip" and is_any_address(value):
             said = "write the address of the proxy's host; this one leads each instance to its own"
             yield setting.line, f"{key}={value}: {said}"
-        elif _LITERAL.fullmatch(value):
+        elif _KNOWN_VALUE.fullmatch(value):
             try:
                 EngineConfig.from_extra_config({**_PLACEHOLDERS, key: value})
             except ConfigError as error:
@@ -184,7 +188,8 @@ def _read(path: Path) -> str:
         content = file.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"{path} has more than {MAX_FILE_BYTES} bytes: no launch file has")
-    return content.decode(errors="replace")
+    is_utf_16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if is_utf_16 else "utf-8-sig", errors="replace")
 
 
 def _print(console: Console, text: str) -> None:

@@ -55,6 +55,34 @@ def test_a_file_has_the_report_beside_it(path: Path, report: Report) -> None:
     assert said == path.with_name(f"{path.name}.report").read_text().splitlines()
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_file_of_another_system_is_read(encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "start.ps1"
+    path.write_bytes("kv_connector: P2pNcclConnector\r\nkv_rank: 0\r\n".encode(encoding))
+    with Console(width=80, force_terminal=False, record=True) as console:
+        assert run_migrate([path], console) == 1
+    assert f"{path}:2: kv_rank" in console.export_text().replace("\n", "")
+
+
+def test_a_value_that_a_program_computes_is_not_judged(report: Report) -> None:
+    text = """{"kv_connector": "P2pNcclConnector", "kv_connector_extra_config": {
+        "http_port": str(self.port), "proxy_port": port, "send_type": mode, "host": null}}"""
+    assert report(text)[0] == 0
+
+
+def test_our_class_under_nixls_name_is_judged_as_ours(report: Report) -> None:
+    text = """{"kv_connector": "NixlConnector", "kv_connector_module_path": "p2p_engine.connector",
+        "kv_connector_extra_config": {"kv_lease_duration": 30, "remote_tp_size": 2}}"""
+    code, (line,) = report(text)
+    assert (code, "remote_tp_size" in line) == (1, True)
+
+
+def test_a_long_line_of_no_keys_is_read_quickly() -> None:
+    """Each value was read to the end of the line: 30 kB took 12 s."""
+    text = LaunchText("a:b;" * 10_000)
+    assert text.mappings == []
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_file_that_ends_anywhere_is_read(path: Path) -> None:
     text = path.read_text()
