@@ -161,8 +161,12 @@ class _MappingReader:
         if not self._is_key(lexeme, is_fresh):
             self._end = lexeme.start("rest")
             return
-        line = self._source.line_at(lexeme.start())
-        setting = Setting(_name(lexeme["key"]), lexeme["value"], line)
+        line, value = self._source.line_at(lexeme.start()), lexeme["value"]
+        if value.startswith("#"):
+            value, self._end = "", lexeme.start("value")
+        elif value == "dict" or value.startswith(("&", "!")):  # a mapping's, in Python or YAML
+            value = ""
+        setting = Setting(_name(lexeme["key"]), value, line)
         top = self._frames[-1]
         top.settings.append(setting)
         if setting.value:

@@ -70,6 +70,20 @@ def test_a_value_that_a_program_computes_is_not_judged(report: Report) -> None:
     assert report(text)[0] == 0
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kv_connector: P2pNcclConnector\nkv_connector_extra_config: # ours\n  remote_tp_size: 2\n",
+        "kv_connector: P2pNcclConnector\nkv_connector_extra_config: &all\n  remote_tp_size: 2\n",
+        'dict(kv_connector="P2pNcclConnector", kv_connector_extra_config=dict(remote_tp_size=2))',
+    ],
+    ids=["comment", "anchor", "dict"],
+)
+def test_what_stands_before_a_mapping_does_not_hide_it(text: str, report: Report) -> None:
+    code, (line,) = report(text)
+    assert (code, "remote_tp_size: remove it" in line) == (1, True)
+
+
 def test_our_class_under_nixls_name_is_judged_as_ours(report: Report) -> None:
     text = """{"kv_connector": "NixlConnector", "kv_connector_module_path": "p2p_engine.connector",
         "kv_connector_extra_config": {"kv_lease_duration": 30, "remote_tp_size": 2}}"""
