@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 from p2p_engine.errors import ConfigError
-from p2p_engine.wire.addresses import is_any_address
 
 TransferConfig = Mapping[str, Any]
 
@@ -28,6 +27,7 @@ WHOLE_KEYS = frozenset({"engine_id", "kv_load_failure_policy"})
 # NIXL's settings under its name. These mean what ours mean: the host, kv_port and the lease.
 HOST_VARIABLE, PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _LEASE = "kv_lease_duration"
+_EVERYWHERE = ("0.0.0.0", "::", "[::]", "*")  # where a server listens, and nobody dials
 # These mean nothing to us; each with the setting of ours that is nearest.
 NIXL_ONLY = {
     "backends": "transports",
@@ -130,7 +130,7 @@ def read_nixls(config: TransferConfig, environment: Mapping[str, str]) -> Transf
         extra.setdefault("lease_seconds", lease)
     extra.setdefault("send_type", "GET")  # every router that decides by the name pulls
     if (host := environment.get(HOST_VARIABLE)) and not extra.get("host"):
-        if is_any_address(host):
+        if host in _EVERYWHERE:
             raise ConfigError(f"{HOST_VARIABLE}={host!r} is not possible; peers cannot dial it")
         extra["host"] = host
     port = environment.get(PORT_VARIABLE)

@@ -18,7 +18,7 @@ from tests.property.core_model.moves import (
     timers_of,
     work_of,
 )
-from tests.property.core_model.state import OPEN_ASKS, CoreState, Setting, State
+from tests.property.core_model.state import OPEN_ASKS, CoreState, Scope, State
 
 MAX_STEPS = 400  # from any state to the end of everything
 MAX_MESSAGES = 120
@@ -205,7 +205,7 @@ def _check_empty(world: CoreState) -> None:
 
 
 def explore(
-    setting: Setting, limit: int = 1_000_000, report: Callable[[str], None] = lambda _: None
+    setting: Scope, limit: int = 1_000_000, report: Callable[[str], None] = lambda _: None
 ) -> int:
     """Visit every state, breadth first; returns how many there are.
 

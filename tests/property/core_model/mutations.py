@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 
-from tests.property.core_model.state import Setting
+from tests.property.core_model.state import Scope
 from tests.property.core_model.table import TableRow
 
 ALL = ("stray", "restart P", "restart D", "silence", "lapse", "break")
-ONE = Setting("pull", pushes=(False,), num_blocks=1, faults=ALL, num_faults=1, aborts=1)
-PUSHED = Setting("push", num_blocks=1, faults=ALL, num_faults=1, aborts=1)
-CHECKED = Setting("push, checked", num_blocks=1, faults=("stray",), num_faults=1, is_checked=True)
-KIND = Setting("kind", pushes=(False,), num_blocks=1, faults=("stray", "break"), num_faults=1,
+ONE = Scope("pull", pushes=(False,), num_blocks=1, faults=ALL, num_faults=1, aborts=1)
+PUSHED = Scope("push", num_blocks=1, faults=ALL, num_faults=1, aborts=1)
+CHECKED = Scope("push, checked", num_blocks=1, faults=("stray",), num_faults=1, is_checked=True)
+KIND = Scope("kind", pushes=(False,), num_blocks=1, faults=("stray", "break"), num_faults=1,
                may_fail=False)  # fmt: skip
-GIVEN_UP = Setting("given up", num_blocks=1, aborts=1, give_ups=1)
-BIG = Setting("two chunks", pushes=(False,), faults=("break",), num_faults=1)
-DENIED = Setting("denied", faults=("lapse", "stray"), num_faults=2)
-ASTRAY = Setting("astray", pushes=(False,), num_blocks=1, faults=("stray",), num_faults=2,
+GIVEN_UP = Scope("given up", num_blocks=1, aborts=1, give_ups=1)
+BIG = Scope("two chunks", pushes=(False,), faults=("break",), num_faults=1)
+DENIED = Scope("denied", faults=("lapse", "stray"), num_faults=2)
+ASTRAY = Scope("astray", pushes=(False,), num_blocks=1, faults=("stray",), num_faults=2,
                  aborts=1)  # fmt: skip
-AGAIN = Setting("again", pushes=(False, False), try_contents=(0, 0), ask_contents=(0, 0),
+AGAIN = Scope("again", pushes=(False, False), try_contents=(0, 0), ask_contents=(0, 0),
                 num_blocks=1, aborts=1)  # fmt: skip
-BESIDE = Setting("beside", pushes=(False, False), try_contents=(0, 0), ask_contents=(0, 0),
+BESIDE = Scope("beside", pushes=(False, False), try_contents=(0, 0), ask_contents=(0, 0),
                  num_blocks=1, aborts=1, faults=("stray",), num_faults=1)  # fmt: skip
 
 
-def changed(setting: Setting, kind: str, state: str, event: str, row: str) -> Setting:
+def changed(setting: Scope, kind: str, state: str, event: str, row: str) -> Scope:
     """Return a setting with one row changed to `actions | next`."""
     actions, following = (part.strip() for part in row.split("|"))
     doings = tuple(filter(None, (part.strip() for part in actions.split(";"))))
@@ -34,7 +34,7 @@ def changed(setting: Setting, kind: str, state: str, event: str, row: str) -> Se
     return dataclasses.replace(setting, tables=tables)
 
 
-def without(setting: Setting, rule: str) -> Setting:
+def without(setting: Scope, rule: str) -> Scope:
     """Return a setting in which a rule is dropped."""
     return dataclasses.replace(setting, without=frozenset({rule}))
 

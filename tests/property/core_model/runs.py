@@ -9,20 +9,20 @@ import time
 from typing import Any
 
 from tests.property.core_model.explore import explore
-from tests.property.core_model.state import Setting
+from tests.property.core_model.state import Scope
 
 DEATHS = ("restart P", "restart D")
 LAPSES = ("silence", "lapse")
 STRAY = ("stray",)
 ALL = (*STRAY, *DEATHS, *LAPSES, "break")
-PULL = Setting("", pushes=(False,))
-PUSH = Setting("", pushes=(True,))
-TWICE = Setting("", pushes=(False, False), try_contents=(0, 0), ask_contents=(0, 0), num_blocks=1)
+PULL = Scope("", pushes=(False,))
+PUSH = Scope("", pushes=(True,))
+TWICE = Scope("", pushes=(False, False), try_contents=(0, 0), ask_contents=(0, 0), num_blocks=1)
 PUSHED_TWICE = dataclasses.replace(TWICE, pushes=(True, True))
-APART = Setting("", pushes=(False, False), try_contents=(0, 1), ask_contents=(0, 1), num_blocks=1)
+APART = Scope("", pushes=(False, False), try_contents=(0, 1), ask_contents=(0, 1), num_blocks=1)
 
 
-def _of(base: Setting, name: str, **more: Any) -> Setting:
+def _of(base: Scope, name: str, **more: Any) -> Scope:
     return dataclasses.replace(base, name=name, **more)
 
 
@@ -70,7 +70,7 @@ FULL = [
 ]  # fmt: skip
 
 
-def play(setting: Setting, limit: int) -> str:
+def play(setting: Scope, limit: int) -> str:
     """Play one run; returns a line about it."""
     began = time.process_time()
     states = explore(setting, limit)

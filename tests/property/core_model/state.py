@@ -20,7 +20,7 @@ OPEN_ASKS = ("wanted", "loading", "here")
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class Scope:
     """What a run plays, and how much may go wrong on one path."""
 
     name: str
@@ -106,7 +106,7 @@ class ReceivingRank:
 class CoreState:
     """A state that moves change. `frozen` names it."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Scope) -> None:
         self.setting = setting
         num_asks = len(setting.ask_contents) + 1  # numbers begin with 1
         ranks = range(setting.num_ranks)

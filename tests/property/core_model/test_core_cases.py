@@ -7,27 +7,27 @@ import pytest
 
 from tests.property.core_model.explore import WaysToEnd, quiet
 from tests.property.core_model.moves import make
-from tests.property.core_model.state import CoreState, Setting
+from tests.property.core_model.state import CoreState, Scope
 
 TO_D, TO_P = ("deliver", 1), ("deliver", 0)
 LOSE_OF_P, LOSE_OF_D = ("stray", 1, 0), ("stray", 0, 0)
-PUSH = Setting("push", num_faults=9, aborts=9, give_ups=9)
-PULL = Setting("pull", pushes=(False,), num_faults=9, aborts=9, give_ups=9)
-AGAIN = Setting("push again", pushes=(True, True), try_contents=(0, 0), ask_contents=(0, 0),
+PUSH = Scope("push", num_faults=9, aborts=9, give_ups=9)
+PULL = Scope("pull", pushes=(False,), num_faults=9, aborts=9, give_ups=9)
+AGAIN = Scope("push again", pushes=(True, True), try_contents=(0, 0), ask_contents=(0, 0),
                 num_faults=9, aborts=9, give_ups=9)  # fmt: skip
-HELD_AGAIN = Setting("pull again", pushes=(False, False), try_contents=(0, 0), ask_contents=(0, 0),
+HELD_AGAIN = Scope("pull again", pushes=(False, False), try_contents=(0, 0), ask_contents=(0, 0),
                      num_faults=9, aborts=9, give_ups=9)  # fmt: skip
-SECOND = Setting("second try", pushes=(True, True), try_contents=(0, 0), num_faults=9, give_ups=9)
-TWO = Setting("two prompts", pushes=(False, False), try_contents=(0, 1), ask_contents=(0, 1),
+SECOND = Scope("second try", pushes=(True, True), try_contents=(0, 0), num_faults=9, give_ups=9)
+TWO = Scope("two prompts", pushes=(False, False), try_contents=(0, 1), ask_contents=(0, 1),
               num_faults=9, aborts=9)  # fmt: skip
-BOTH_PUSHED = Setting("two pushes", pushes=(True, True), try_contents=(0, 1), ask_contents=(0, 1),
+BOTH_PUSHED = Scope("two pushes", pushes=(True, True), try_contents=(0, 1), ask_contents=(0, 1),
                       num_faults=9)  # fmt: skip
-D_AGAIN = Setting("to D again", pushes=(False,), ask_contents=(0, 0), num_faults=9, aborts=9)
-TICKETED = Setting("ticketed", pushes=(False,), ask_contents=(0, 0), is_ticketed=True,
+D_AGAIN = Scope("to D again", pushes=(False,), ask_contents=(0, 0), num_faults=9, aborts=9)
+TICKETED = Scope("ticketed", pushes=(False,), ask_contents=(0, 0), is_ticketed=True,
                    num_faults=9, aborts=9)  # fmt: skip
 
 
-def play(setting: Setting, *moves: tuple[object, ...]) -> CoreState:
+def play(setting: Scope, *moves: tuple[object, ...]) -> CoreState:
     """Make these moves."""
     world = CoreState(setting)
     for move in moves:
