@@ -1,6 +1,5 @@
 """Arrays of torch, cupy and numpy, each as a torch tensor over the same memory, by DLPack."""
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,30 +49,26 @@ def tensor_over(array: SupportsDLPack, *, is_written: bool = False) -> torch.Ten
         raise BufferError(f"{_name(array)} has a negative stride: give a copy of it")
     options: dict[str, Any] = {"max_version": READ_ONLY_VERSION} if is_read_only else {}
     try:
-        with _device_of(array):
-            return from_dlpack(array.__dlpack__(**_stream(array), **options))
+        return from_dlpack(_capsule(array, **options))
     except Exception as error:  # each library raises its own
         raise BufferError(f"{_name(array)} cannot be a torch tensor here: {error}") from error
 
 
-def _device_of(array: SupportsDLPack) -> AbstractContextManager[object]:
-    """Make an array's device the thread's for a while: cupy takes its stream of that device."""
-    kind, number = array.__dlpack_device__()
-    is_there = kind == CUDA and torch.cuda.is_available()
-    return torch.cuda.device(number) if is_there else nullcontext()
-
-
-def _stream(array: SupportsDLPack) -> dict[str, int]:
-    """Return the argument that makes torch's current stream wait for an array; none on a host."""
+def _capsule(array: SupportsDLPack, **options: Any) -> Any:
+    """Return an array's capsule, for which torch's current stream waits. The array's device is the
+    thread's meanwhile: cupy takes its stream of that device."""
     kind, number = array.__dlpack_device__()
     if kind == HOST:
-        return {}
+        return array.__dlpack__(**options)
     if kind != CUDA:
         raise BufferError(
             f"its device is of DLPack's kind {kind}, not {HOST} (host) or {CUDA} (CUDA)"
         )
-    current = torch.cuda.current_stream(number).cuda_stream if torch.cuda.is_available() else 0
-    return {"stream": current or LEGACY_STREAM}
+    if not torch.cuda.is_available():
+        return array.__dlpack__(stream=LEGACY_STREAM, **options)
+    with torch.cuda.device(number):
+        current = torch.cuda.current_stream(number).cuda_stream
+        return array.__dlpack__(stream=current or LEGACY_STREAM, **options)
 
 
 def _name(array: SupportsDLPack) -> str:

@@ -33,6 +33,20 @@ def load_bindings(name: str) -> Any:
         ) from error
 
 
+def run_bound(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[Any, ...]:
+    """Call a function of cuda-bindings; returns its code and results. The bindings make a member
+    of an enumeration of each code.
+
+    Raises:
+        TransportError: they have no such member: the library is newer than the bindings.
+    """
+    try:
+        return function(*arguments)
+    except (KeyError, ValueError) as error:
+        text = f"{function.__name__}: a code that cuda-bindings do not know: {error}"
+        raise TransportError(text) from error
+
+
 class Cuda:
     """The driver in this process, and the primary context of each device, which torch uses too."""
 
@@ -62,7 +76,7 @@ class Cuda:
         Raises:
             TransportError: the driver refuses; names the function, and says why in CUDA's words.
         """
-        code, *results = self._run(function, *arguments)
+        code, *results = run_bound(function, *arguments)
         if code:
             raise self._error(function, code)
         return (results[0] if len(results) == 1 else tuple(results)) if results else None
@@ -105,7 +119,7 @@ class Cuda:
         if not self.call(self.driver.cuDeviceCanAccessPeer, current, device):
             raise TransportError(f"GPU {current} cannot access the memory of GPU {device}")
         enable = self.driver.cuCtxEnablePeerAccess
-        (code,) = self._run(enable, self._context(device), 0)
+        (code,) = run_bound(enable, self._context(device), 0)
         if code and code != self._access_is_enabled:
             raise self._error(enable, code)
 
@@ -177,7 +191,7 @@ class Cuda:
 
     def is_complete(self, event: int) -> bool:
         """Whether an event is complete; never blocks."""
-        (code,) = self._run(self.driver.cuEventQuery, event)
+        (code,) = run_bound(self.driver.cuEventQuery, event)
         if code and code != self._not_ready:
             raise self._error(self.driver.cuEventQuery, code)
         return not code
@@ -250,15 +264,6 @@ class Cuda:
     def close(self, address: int) -> None:
         """Unmap another process's allocation."""
         self.call(self.driver.cuIpcCloseMemHandle, address)
-
-    def _run(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[Any, ...]:
-        """Call a function of the driver. The bindings make a member of an enumeration of CUDA's
-        code, and raise what Python raises if they have none: the driver may be newer."""
-        try:
-            return function(*arguments)
-        except (KeyError, ValueError) as error:
-            text = f"{function.__name__}: a code that cuda-bindings do not know: {error}"
-            raise TransportError(text) from error
 
     def _context(self, device: int) -> Any:
         """Return a device's primary context, which is made if nothing has used the device yet."""

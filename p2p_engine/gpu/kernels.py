@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from p2p_engine.errors import ConfigError, TransportError
-from p2p_engine.gpu.cuda import Cuda, load_bindings
+from p2p_engine.gpu.cuda import Cuda, load_bindings, run_bound
 
 
 class Compiler:
@@ -44,7 +44,7 @@ class Compiler:
         name = b"p2p_engine.cu"
         program = self._call(nvrtc.nvrtcCreateProgram, source.encode(), name, 0, None, None)
         try:
-            (code,) = nvrtc.nvrtcCompileProgram(program, 1, [option.encode()])
+            (code,) = run_bound(nvrtc.nvrtcCompileProgram, program, 1, [option.encode()])
             if code:
                 log = self._read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
                 lines = log.decode(errors="replace").splitlines()
@@ -61,7 +61,7 @@ class Compiler:
         return bytes(buffer)
 
     def _call(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
-        code, *results = function(*arguments)
+        code, *results = run_bound(function, *arguments)
         if code:
             raise TransportError(f"{function.__name__}: {code.name}")
         return results[0] if len(results) == 1 else tuple(results)
