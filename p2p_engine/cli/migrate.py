@@ -69,9 +69,9 @@ def run_migrate(paths: Sequence[Path], console: Console) -> int:
 
 def changes(text: LaunchText) -> Iterator[Change]:
     """Yield what to write instead of what no longer holds; the same may come twice."""
-    yield from _of_words(text)
-    yield from _of_options(text)
     configs = _configs(text)
+    yield from _of_words(text, configs)
+    yield from _of_options(text)
     extras = {id(setting.below) for config in configs for setting in config if setting.key == EXTRA}
     for mapping in text.mappings:
         if id(mapping) not in extras:
@@ -80,8 +80,8 @@ def changes(text: LaunchText) -> Iterator[Change]:
         yield from _of_config(config)
 
 
-def _of_words(text: LaunchText) -> Iterator[Change]:
-    is_alias = any(_value(config, MODULE_KEY) == MODULE_PATH for config in _configs(text))
+def _of_words(text: LaunchText, configs: list[list[Setting]]) -> Iterator[Change]:
+    is_alias = any(_value(config, MODULE_KEY) == MODULE_PATH for config in configs)
     nixls = {} if is_alias else NIXL_SETTINGS  # under NIXL's name, its variables are ours
     for line, found in text.find(_VARIABLE):
         variable = found.group()
@@ -119,18 +119,21 @@ def _of_config(config: list[Setting]) -> Iterator[Change]:
     name = _value(config, "kv_connector")
     path = _value(config, MODULE_KEY)
     known = _NAME.search(name)
-    is_ours = path == MODULE_PATH
-    is_others = bool(path) and not is_ours and not path.startswith("vllm.")
+    is_alias = path == MODULE_PATH
+    is_others = bool(path) and not is_alias and not path.startswith("vllm.")
     if is_others or (known is None and name.isidentifier()):
         return  # another connector
-    is_nixl = known is not None and known["name"] in NIXL_CONNECTORS and not is_ours
+    extras = [setting.below for setting in config if setting.key == EXTRA]
+    for extra in extras:
+        yield from _of_extra(extra)
+    if is_alias:  # it reads NIXL's settings, or names them at the start
+        return
+    for extra in extras:
+        yield from _of_nixl(extra)
     for setting in config:
-        if setting.key == "kv_connector" and known and is_nixl:
+        if setting.key == "kv_connector" and known and known["name"] in NIXL_CONNECTORS:
             yield setting.line, f"{known['name']}: {NIXL_CONNECTORS[known['name']]}"
             yield from _of_nixl(config)
-        elif setting.key == EXTRA:
-            yield from () if is_ours else _of_nixl(setting.below)
-            yield from _of_extra(setting.below)
 
 
 def _of_nixl(settings: list[Setting]) -> Iterator[Change]:

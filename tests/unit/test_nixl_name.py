@@ -34,6 +34,7 @@ from p2p_engine.cli.commands import InstancePlan, MemberRole, vllm_command
 from p2p_engine.cli.config_check import config_problems
 from p2p_engine.cli.findings import Level
 from p2p_engine.cli.launch import LaunchOptions
+from p2p_engine.cli.old_settings import NIXL_SETTINGS
 from p2p_engine.config import EngineConfig, SendMode
 from p2p_engine.connector import NixlConnector, P2pNcclConnector, register
 from p2p_engine.connector.intent import InvalidParams, ThisInstance, read_intent
@@ -102,6 +103,9 @@ def names_in(node: ast.AST, owner: str) -> Iterator[str]:
 
 
 def test_the_page_has_each_place_where_vllm_asks_for_the_name() -> None:
+    at_the_top = {"enable_permute_local_kv", "kv_lease_duration"}  # the latter is read as ours
+    keys = {name for name in NIXL_SETTINGS if not name.startswith("VLLM_")}
+    assert keys - at_the_top == NIXL_ONLY.keys()
     page = (ROOT / "docs" / "nixl_name.md").read_text("utf-8")
     found = set(places_of_the_name())
     assert {"factory", "__post_init__", "check_and_update_config"} <= found
